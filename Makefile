@@ -1,0 +1,58 @@
+# Every target sets up what it needs: a fresh clone, a Python and pip are enough.
+
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+SMOKE := --steps 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo demo-smoke test check format format-check lint types imports clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Install into .venv what is missing
+	@:
+
+# -qq hides progress and warnings; errors still show. The stamp comes last, so that a failed install is tried again.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up .venv (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## Train with GRPO on a CPU (ARGS="--steps 5" is handed on)
+	@$(BIN)/python examples/grpo.py $(ARGS)
+
+demo-smoke: $(STAMP) ## The demo, two steps
+	@$(BIN)/python examples/grpo.py $(SMOKE)
+
+# One thread a process: JOBS processes share the cores. torch and numpy would each start a thread a core.
+test: $(STAMP) ## Run the tests (ARGS="-k scope" is handed on; JOBS=0 for one process)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+check: format-check lint types imports test ## Everything that must hold: format, ruff, mypy, import contracts, tests
+
+format: $(STAMP) ## Format, and mend what ruff can mend
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
+format-check: $(STAMP)
+	@$(BIN)/ruff format --check --quiet --diff .
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+imports: $(STAMP)
+	@$(BIN)/lint-imports --no-logo
+
+clean: ## Remove .venv, caches and build outputs
+	@rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

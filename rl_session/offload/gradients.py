@@ -1,0 +1,38 @@
+"""Which gradients are disposable: those that an optimizer step has consumed, and nothing else.
+
+After every optimizer step each gradient it could see is stamped with its identity and version. A gradient without a
+matching stamp is *live*: it belongs to a step somebody has not finished, whoever made it. Knows nothing of placements.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from rl_session.offload.tensors import library_access
+
+__all__ = ["GradientStamps"]
+
+
+class GradientStamps:
+    """Identity and version of every gradient that an optimizer step consumed."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def consume(self, gradients: Iterable[Tensor]) -> None:
+        """Stamp gradients as consumed; called from the optimizer's step post-hook."""
+        with library_access():
+            self._stamps = {
+                id(grad): (weakref.ref(grad), grad._version) for grad in gradients if not grad.is_inference()
+            }
+
+    def is_live(self, gradient: Tensor) -> bool:
+        """Whether nobody has consumed ``gradient`` since it was last written."""
+        stamp = self._stamps.get(id(gradient))
+        if stamp is None or stamp[0]() is not gradient:
+            return True
+        with library_access():
+            return gradient._version != stamp[1]

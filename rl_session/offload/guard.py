@@ -1,0 +1,252 @@
+"""A typed, actionable error for touching what is away, instead of a crash.
+
+A plain tensor whose bytes are away changes its ``__class__`` to a subclass whose ``__torch_function__`` raises for
+everything but metadata; identity, ``isinstance`` and weak references hold. Hooks on the module, its compiled wrapper and
+the optimizer catch what happens without touching a tensor in Python, and name the better remedy. Backward through a graph
+made before is caught on the outputs of the guarded forwards.
+
+Not caught: a view the user made before the move and we never saw (the engine warns about it), and C entry points that
+bypass ``__torch_function__`` (``Tensor.set_`` with an away source, ``torch.utils.dlpack``). Knows nothing of how bytes move.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rl_session.errors import OffloadedAccessError
+from rl_session.offload.inventory import reachable_tensors
+
+__all__ = ["AwayNote", "Guard", "describe_away", "hide", "reveal"]
+
+
+@attrs.define(eq=False)
+class AwayNote:
+    """What an error about an away tensor can say.
+
+    Attributes:
+        name: The tensor's name, such as ``layers.0.weight``.
+        component: Its component.
+        where: "on the host", or "freed".
+        explain: Gives the label of the policy and facts such as who moved it last.
+    """
+
+    name: str
+    component: str
+    where: str
+    explain: Callable[[], tuple[str, tuple[str, ...]]]
+
+
+_NOTES: dict[int, tuple[weakref.ref[Tensor], AwayNote]] = {}
+"""Notes of the tensors that are away, by ``id``; an entry goes when the tensor comes back or dies."""
+_AWAY_CLASSES: dict[type[Tensor], type[Tensor]] = {}
+_AWAY_TYPES: set[type] = set()
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+_METADATA: frozenset[Any] = frozenset(
+    _getters(
+        *("shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "itemsize"),
+        *("nbytes", "_version", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
+        *("name", "names", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_base"),
+        *("is_xpu", "is_mps", "is_sparse_csr", "is_vulkan", "is_ipu", "is_hpu", "is_xla", "is_mtia", "is_maia"),
+        *("grad_dtype", "_grad", "_grad_fn", "_python_dispatch", "_has_symbolic_sizes_strides"),
+    )
+    | {
+        torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+        torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    }
+    | {
+        getattr(torch.Tensor, name)
+        for name in (
+            *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "__len__"),
+            *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "is_inference", "__hash__"),
+            *("untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "is_pinned"),
+            *("is_shared", "retain_grad", "_is_view", "dim_order", "has_names", "is_same_size"),
+        )
+        if hasattr(torch.Tensor, name)
+    }
+    | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_same_size}
+)
+
+
+def _away_torch_function(
+    cls: type[Tensor], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    del cls, types
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    _refuse_touch(func, (args, kwargs))
+
+
+def _refuse_touch(func: Any, operands: Any) -> NoReturn:
+    note = None
+    for _, tensor in reachable_tensors(operands, ""):
+        note = describe_away(tensor)
+        if note is not None:
+            break
+    name = _name_of(func)
+    if note is None:
+        raise OffloadedAccessError(f"{name} touched a tensor whose bytes are away", (), _DEFAULT_REMEDY)
+    label, facts = note.explain()
+    raise OffloadedAccessError(
+        f"{label}: {name} touched {note.name} ({note.component}), whose bytes are {note.where}", facts, _DEFAULT_REMEDY
+    )
+
+
+_DEFAULT_REMEDY = "with policy.logprob_mode(): ...   (or policy.state_dict(), to read weights wherever they are)"
+
+
+def _name_of(func: Any) -> str:
+    owner = getattr(func, "__self__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__") and hasattr(owner, "__name__"):
+        return f"Tensor.{owner.__name__}"
+    name = getattr(func, "__name__", repr(func))
+    return f"{name}()" if not name.startswith("__") else name
+
+
+def _away_class(cls: type[Tensor]) -> type[Tensor]:
+    away = _AWAY_CLASSES.get(cls)
+    if away is None:
+        body = {
+            "__torch_function__": classmethod(_away_torch_function),
+            "__module__": "rl_session",
+            "__doc__": f"A {cls.__name__} whose bytes are away; everything but metadata raises OffloadedAccessError.",
+        }
+        away = type(f"Away{cls.__name__}", (cls,), body)
+        _AWAY_CLASSES[cls] = away
+        _AWAY_TYPES.add(away)
+    return away
+
+
+def hide(tensor: Tensor, note: AwayNote) -> None:
+    """Make every touch of ``tensor`` but metadata raise. Idempotent."""
+    if type(tensor) not in _AWAY_TYPES:
+        tensor.__class__ = _away_class(type(tensor))
+    key = id(tensor)
+    _NOTES[key] = (weakref.ref(tensor, lambda _: _NOTES.pop(key, None)), note)
+
+
+def reveal(tensor: Tensor) -> None:
+    """Undo :func:`hide`."""
+    if type(tensor) in _AWAY_TYPES:
+        tensor.__class__ = type(tensor).__mro__[1]
+        _NOTES.pop(id(tensor), None)
+
+
+def describe_away(tensor: Tensor) -> AwayNote | None:
+    """The note of a tensor whose bytes are away, or None when they are where they should be."""
+    entry = _NOTES.get(id(tensor))
+    return entry[1] if entry is not None and type(tensor) in _AWAY_TYPES else None
+
+
+@attrs.define(eq=False)
+class Guard:
+    """Hooks on a policy's module, compiled wrapper and optimizer.
+
+    Attributes:
+        away: Gives the components that are away now, of those the argument names.
+        explain: Gives the label of the policy and facts for messages.
+        on_load: Called after a ``load_state_dict`` of module or optimizer.
+        on_step: Called after every optimizer step.
+    """
+
+    away: Callable[[Iterable[str]], list[str]]
+    explain: Callable[[], tuple[str, tuple[str, ...]]]
+    on_load: Callable[[], None]
+    on_step: Callable[[], None]
+    paused: int = 0
+    _handles: list[RemovableHandle] = attrs.field(factory=list)
+
+    def install(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
+        """Register every hook; ``modules`` are the module and the wrappers through which it is called."""
+        for module in modules:
+            self._handles += [
+                module.register_forward_pre_hook(self._before_forward, prepend=True),
+                module.register_forward_hook(self._after_forward),
+                module.register_state_dict_pre_hook(self._before_state_dict),
+                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_load_state_dict_post_hook(self._after_load),
+            ]
+        if optimizer is not None:
+            self._handles += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_state_dict_pre_hook(self._before_optimizer_state_dict),
+                optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
+                optimizer.register_load_state_dict_post_hook(self._after_optimizer_load),
+            ]
+
+    def remove(self) -> None:
+        """Take every hook off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def refuse(self, call: str, needs: Iterable[str], remedy: str) -> None:
+        """Raise if any of ``needs`` is away.
+
+        Raises:
+            OffloadedAccessError: Some are.
+        """
+        if self.paused:
+            return
+        away = self.away(needs)
+        if away:
+            label, facts = self.explain()
+            raise OffloadedAccessError(f"{label}: {call} needs {', '.join(away)}, which are away", facts, remedy)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        del module, args
+        self.refuse("forward()", ("params", "buffers"), "with policy.logprob_mode(): model(...)")
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        if not torch.is_grad_enabled():
+            return
+        values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else (output,)
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None:
+                value.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        del gradient
+        remedy = "with policy.training_mode(): loss.backward()"
+        self.refuse("backward()", ("params", "buffers", "grads"), remedy)
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's signature)
+        del module, prefix, keep_vars
+        self.refuse("module.state_dict()", ("params", "buffers"), "policy.state_dict()")
+
+    def _before_load(self, *_: Any) -> None:
+        self.refuse("module.load_state_dict()", ("params", "buffers"), "with policy.training_mode(): model.load_state_dict(...)")
+
+    def _after_load(self, *_: Any) -> None:
+        self.on_load()
+
+    def _before_step(self, *_: Any) -> None:
+        remedy = "with policy.training_mode(): optimizer.step()"
+        self.refuse("optimizer.step()", ("params", "grads", "optimizer"), remedy)
+
+    def _after_step(self, *_: Any) -> None:
+        self.on_step()
+
+    def _before_optimizer_state_dict(self, *_: Any) -> None:
+        self.refuse("optimizer.state_dict()", ("optimizer",), "policy.save_checkpoint(path)")
+
+    def _before_optimizer_load(self, *_: Any) -> None:
+        self.refuse("optimizer.load_state_dict()", ("params", "optimizer"), "policy.load_checkpoint(path)")
+
+    def _after_optimizer_load(self, *_: Any) -> None:
+        self.on_load()

@@ -1,0 +1,269 @@
+"""Finding every tensor of a policy by scanning, never by name.
+
+A scan walks the module, the gradients, everything reachable from ``optimizer.state.items()`` and the registered extras,
+and groups what it finds by storage. What holds tensors but is not part of any component is reported in bytes, not ignored.
+Knows nothing of devices or of where bytes should be.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from rl_session.lifecycle import Component
+from rl_session.offload.tensors import library_access, plain_tensors, storage_of
+
+__all__ = ["Entry", "Found", "Sources", "reachable_tensors", "scan"]
+
+_MAX_DEPTH = 16
+
+
+@attrs.define(eq=False)
+class Sources:
+    """What a scan starts from.
+
+    Attributes:
+        module: The trainable module.
+        optimizer: Its optimizer, or None.
+        masters: Optimizer parameters that are not the module's (fp32 masters), part of OPTIMIZER.
+        reference: A separate reference module, or None.
+        extras: Registered extras: name to anything tensors can be found in.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    masters: list[Tensor] = attrs.field(factory=list)
+    reference: nn.Module | None = None
+    extras: dict[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.define(eq=False)
+class Entry:
+    """One tensor found: the component it belongs to and a name for messages."""
+
+    component: str
+    name: str
+    tensor: Tensor
+    is_grad_slot: bool = False
+    """Whether it is the ``.grad`` of a parameter, which can be dropped by setting it to None."""
+
+
+@attrs.define(eq=False)
+class Found:
+    """One storage found, with every known tensor over it."""
+
+    key: int
+    storage: torch.UntypedStorage
+    entries: list[Entry]
+    aliases: dict[int, Tensor]
+    """Every known tensor over the storage by ``id``, those that belong to no component included."""
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The components that reach it, in scanning order, without repeats."""
+        return tuple(dict.fromkeys(entry.component for entry in self.entries))
+
+    @property
+    def name(self) -> str:
+        """A name for messages: that of the first tensor found."""
+        return self.entries[0].name
+
+
+@attrs.define(eq=False)
+class Inventory:
+    """The result of a scan."""
+
+    storages: dict[int, Found]
+    uncovered: dict[int, tuple[str, int]]
+    """Storages that hold tensors of no component: identity to (name, bytes)."""
+
+    def entries(self, component: str) -> Iterator[Entry]:
+        """Every entry of one component."""
+        for found in self.storages.values():
+            for entry in found.entries:
+                if entry.component == component:
+                    yield entry
+
+
+def reachable_tensors(value: Any, name: str, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside nested containers and tensor-bearing objects, with a name that says the way to it.
+
+    Walks mappings, sequences, sets and the attributes of objects, each object once; skips modules, classes and functions.
+    """
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    if value is None or isinstance(value, _LEAVES) or depth > _MAX_DEPTH:
+        return
+    seen = seen if seen is not None else set()
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, inner in _children(value):
+        yield from reachable_tensors(inner, f"{name}{key}", depth + 1, seen)
+
+
+_LEAVES = (
+    *(str, bytes, int, float, complex, bool, type, nn.Module, torch.dtype, torch.device, weakref.ref),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
+)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in list(value.items()):
+            yield f"[{key!r}]", inner
+    elif isinstance(value, Sequence | Set):
+        for index, inner in enumerate(list(value)):
+            yield f"[{index}]", inner
+    else:
+        for attribute, inner in _attributes(value):
+            yield f".{attribute}", inner
+        if hasattr(type(value), "__iter__") and hasattr(type(value), "__len__"):  # deques and the like
+            for index, inner in enumerate(list(value)):
+                yield f"[{index}]", inner
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(value, "__dict__", {}).items())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
+                yield slot, getattr(value, slot)
+
+
+def scan(sources: Sources, *, deep: bool = False) -> Inventory:
+    """Find every tensor of a policy, grouped by storage.
+
+    Args:
+        sources: Where to start.
+        deep: Also walk into arbitrary objects held by submodules, to find bytes that no component covers.
+    """
+    inventory = Inventory({}, {})
+    with library_access():
+        for entry in _entries(sources):
+            for tensor in plain_tensors(entry.tensor):
+                _add(inventory, entry, tensor)
+        for name, tensor in _side_tensors(sources, deep=deep):
+            _add_alias(inventory, name, tensor)
+    return inventory
+
+
+def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
+    if tensor.numel() == 0 or tensor.is_meta or tensor.layout is not torch.strided:
+        return
+    storage = storage_of(tensor)
+    found = inventory.storages.get(storage._cdata)
+    if found is None:
+        found = inventory.storages[storage._cdata] = Found(storage._cdata, storage, [], {})
+    known = found.aliases.get(id(tensor))
+    if known is None or all(e.component != entry.component for e in found.entries):
+        found.entries.append(entry if entry.tensor is tensor else attrs.evolve(entry, tensor=tensor))
+    found.aliases[id(tensor)] = tensor
+
+
+def _add_alias(inventory: Inventory, name: str, tensor: Tensor) -> None:
+    for plain in plain_tensors(tensor):
+        if plain.numel() == 0 or plain.is_meta or plain.layout is not torch.strided:
+            continue
+        storage = storage_of(plain)
+        found = inventory.storages.get(storage._cdata)
+        if found is not None:
+            found.aliases[id(plain)] = plain
+        elif storage.nbytes() > _SCALAR_BYTES:
+            inventory.uncovered.setdefault(storage._cdata, (name, storage.nbytes()))
+
+
+_SCALAR_BYTES = 16
+"""Uncovered tensors of up to one complex double are counters and the like, not worth a warning."""
+
+
+def _entries(sources: Sources) -> Iterator[Entry]:
+    yield from _module_entries(sources.module, Component.PARAMS, Component.BUFFERS, "")
+    parameters = _trainables(sources)
+    yield from _gradient_entries(parameters)
+    yield from _optimizer_entries(sources)
+    for name, extra in sources.extras.items():
+        if isinstance(extra, nn.Module):
+            yield from _module_entries(extra, name, name, f"{name}.")
+        else:
+            for path, tensor in reachable_tensors(extra, name):
+                yield Entry(name, path, tensor)
+    if sources.reference is not None:
+        yield from _module_entries(sources.reference, Component.REFERENCE, Component.REFERENCE, "reference.")
+
+
+def _module_entries(module: nn.Module, params: str, buffers: str, prefix: str) -> Iterator[Entry]:
+    for path, submodule in module.named_modules(remove_duplicate=True):
+        dot = f"{prefix}{path}." if path else prefix
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                yield Entry(params, f"{dot}{name}", parameter)
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None:
+                yield Entry(buffers, f"{dot}{name}", buffer)
+
+
+def _trainables(sources: Sources) -> list[tuple[str, Tensor]]:
+    """Module parameters, then optimizer parameters that are not the module's, each once."""
+    named = {id(p): (name, p) for name, p in sources.module.named_parameters()}
+    if sources.optimizer is not None:
+        for index, group in enumerate(sources.optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                named.setdefault(id(parameter), (f"param_groups[{index}][{position}]", parameter))
+    for index, master in enumerate(sources.masters):
+        named.setdefault(id(master), (f"masters[{index}]", master))
+    return list(named.values())
+
+
+def _gradient_entries(parameters: list[tuple[str, Tensor]]) -> Iterator[Entry]:
+    for name, parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            yield Entry(Component.GRADS, f"{name}.grad", gradient, is_grad_slot=True)
+        for attribute, value in parameter.__dict__.items():
+            if isinstance(value, Tensor) and "grad" in attribute:
+                yield Entry(Component.GRADS, f"{name}.{attribute}", value)
+
+
+def _optimizer_entries(sources: Sources) -> Iterator[Entry]:
+    if sources.optimizer is None:
+        return
+    own = {id(p) for p in sources.module.parameters()}
+    foreign = [p for group in sources.optimizer.param_groups for p in group["params"] if id(p) not in own]
+    for index, tensor in enumerate([*foreign, *sources.masters]):
+        yield Entry(Component.OPTIMIZER, f"optimizer master {index}", tensor)
+    # items() and values() only: indexing a defaultdict would create state for parameters that have none.
+    for index, state in enumerate(list(sources.optimizer.state.values())):
+        for path, tensor in reachable_tensors(state, f"optimizer.state[{index}]"):
+            # torch keeps 0-dim scalars such as Adam's step on the host unless asked otherwise; they stay where they are.
+            if tensor.dim() > 0:
+                yield Entry(Component.OPTIMIZER, path, tensor)
+
+
+def _side_tensors(sources: Sources, *, deep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Tensors held as plain attributes: aliases of what was found, or bytes that no component covers."""
+    for path, submodule in sources.module.named_modules():
+        for name, value in submodule.__dict__.items():
+            if name not in _MODULE_INTERNALS and (deep or isinstance(value, _CONTAINERS)):
+                yield from reachable_tensors(value, f"{path}.{name}" if path else name, _SIDE_DEPTH)
+    for name, parameter in sources.module.named_parameters():
+        for attribute, value in parameter.__dict__.items():
+            yield from reachable_tensors(value, f"{name}.{attribute}", _SIDE_DEPTH)
+    if sources.optimizer is not None:
+        for attribute, value in vars(sources.optimizer).items():
+            if attribute not in _OPTIMIZER_COVERED and "hook" not in attribute:
+                yield from reachable_tensors(value, f"optimizer.{attribute}", _SIDE_DEPTH)
+
+
+_CONTAINERS = (Tensor, list, tuple, dict)
+_SIDE_DEPTH = _MAX_DEPTH - 3
+_MODULE_INTERNALS = frozenset({*nn.Module().__dict__})
+_OPTIMIZER_COVERED = frozenset({"state", "param_groups", "defaults"})

@@ -1,0 +1,149 @@
+"""From a placement to a placement: the ordered moves between them, decided without touching a byte.
+
+Pure: no torch, no ray. The unit is a *storage* (several tensors, components and even policies may share one). A plan has
+three phases in a fixed order that bounds the device's peak: offloads, then drops, then onloads; within the offloads the
+clean ones come first because they free memory without copying.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import attrs
+
+from rl_session.lifecycle import Placement, Tier
+
+__all__ = ["Move", "Moved", "Plan", "StorageFacts", "plan", "summarise"]
+
+
+class StorageFacts(NamedTuple):
+    """What planning knows of one storage.
+
+    Attributes:
+        key: Identity of the storage, unique on its device.
+        component: The component it is counted under (the first that reaches it).
+        components: Every component of this policy that reaches it.
+        nbytes: Size in bytes when it is on the device.
+        tier: Where its bytes are now.
+        clean: Whether a host copy with the same bytes exists.
+        floor: The highest tier another policy on the device needs it at.
+    """
+
+    key: int
+    component: str
+    components: tuple[str, ...]
+    nbytes: int
+    tier: Tier
+    clean: bool
+    floor: Tier
+
+
+class Move(NamedTuple):
+    """One storage that changes tier; ``elided`` when no byte is copied for it."""
+
+    key: int
+    component: str
+    nbytes: int
+    from_tier: Tier
+    to_tier: Tier
+    elided: bool
+
+
+class Moved(NamedTuple):
+    """All moves of one component with the same ends, summed: what one ``component.moved`` record says."""
+
+    component: str
+    from_tier: Tier
+    to_tier: Tier
+    nbytes: int
+    num_storages: int
+    elided: bool
+
+
+@attrs.frozen
+class Plan:
+    """Ordered moves: every offload, then every drop, then every onload."""
+
+    offloads: tuple[Move, ...]
+    drops: tuple[Move, ...]
+    onloads: tuple[Move, ...]
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves in the order in which they are made."""
+        return self.offloads + self.drops + self.onloads
+
+    @property
+    def nbytes_copied(self) -> int:
+        """Bytes that this plan copies, both ways."""
+        return sum(move.nbytes for move in self.moves if not move.elided)
+
+    @property
+    def nbytes_elided(self) -> int:
+        """Bytes that change tier without being copied."""
+        return sum(move.nbytes for move in self.moves if move.elided)
+
+    @property
+    def nbytes_onload(self) -> int:
+        """Device memory that the onloads take."""
+        return sum(move.nbytes for move in self.onloads)
+
+    @property
+    def nbytes_freed(self) -> int:
+        """Device memory that offloads and drops give back before the first onload."""
+        return sum(move.nbytes for move in (*self.offloads, *self.drops) if move.from_tier is Tier.DEVICE)
+
+    def __bool__(self) -> bool:
+        return bool(self.offloads or self.drops or self.onloads)
+
+
+def plan(storages: Sequence[StorageFacts], target: Placement) -> Plan:
+    """The moves that bring ``storages`` to ``target``.
+
+    A storage goes to the highest tier that any of its components, or another policy, needs. Storages already there do
+    not appear. Host storages whose gradient is dropped appear as drops too, so that their host buffers are given back.
+    """
+    offloads: list[Move] = []
+    drops: list[Move] = []
+    onloads: list[Move] = []
+    for facts in storages:
+        goal = _goal(facts, target)
+        if goal is facts.tier:
+            continue
+        if goal is Tier.NONE:
+            drops.append(_move(facts, goal, elided=True))
+        elif goal is Tier.HOST and facts.tier is Tier.DEVICE:
+            offloads.append(_move(facts, goal, elided=facts.clean))
+        elif goal is Tier.DEVICE:
+            onloads.append(_move(facts, goal, elided=facts.tier is Tier.NONE))
+    offloads.sort(key=lambda move: not move.elided)  # stable: clean first, else in scanning order
+    return Plan(tuple(offloads), tuple(drops), tuple(onloads))
+
+
+def _goal(facts: StorageFacts, target: Placement) -> Tier:
+    goal = facts.floor
+    for component in facts.components:
+        wanted = target[component]
+        if wanted.height > goal.height:
+            goal = wanted
+    return goal
+
+
+def _move(facts: StorageFacts, goal: Tier, *, elided: bool) -> Move:
+    return Move(facts.key, facts.component, facts.nbytes, facts.tier, goal, elided)
+
+
+def summarise(moves: Iterable[Move]) -> tuple[Moved, ...]:
+    """Sum moves by component, ends and whether bytes were copied, in order of first appearance."""
+    nbytes: dict[tuple[str, Tier, Tier, bool], int] = defaultdict(int)
+    count: dict[tuple[str, Tier, Tier, bool], int] = defaultdict(int)
+    for move in moves:
+        key = (move.component, move.from_tier, move.to_tier, move.elided)
+        nbytes[key] += move.nbytes
+        count[key] += 1
+    return tuple(
+        Moved(component, from_tier, to_tier, total, count[component, from_tier, to_tier, elided], elided)
+        for (component, from_tier, to_tier, elided), total in nbytes.items()
+    )
