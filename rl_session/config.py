@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import attrs
 
@@ -33,15 +34,15 @@ def check_choice(owner: str, field: str, value: object, choices: tuple[str, ...]
         )
 
 
-def _optional_choice(choices: tuple[str, ...]):  # type: ignore[no-untyped-def]
-    def check(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+def _optional_choice(choices: tuple[str, ...]) -> Callable[[Any, Any, Any], None]:
+    def check(instance: Any, attribute: Any, value: Any) -> None:
         if value is not None:
             check_choice(type(instance).__name__, attribute.name, value, choices)
 
     return check
 
 
-def _boolean(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+def _boolean(instance: Any, attribute: Any, value: Any) -> None:
     if not isinstance(value, bool):
         raise ConfigError(
             f"{type(instance).__name__}: {attribute.name}={value!r} must be True or False",
@@ -50,7 +51,7 @@ def _boolean(instance: object, attribute: attrs.Attribute[object], value: object
         )
 
 
-def _budget(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+def _budget(instance: Any, attribute: Any, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ConfigError(
             f"{type(instance).__name__}: {attribute.name}={value!r} must be a number of bytes, or None for no limit",

@@ -1,9 +1,9 @@
-"""Every error this library raises, in one tree, with a short stable code each.
+r"""Every error this library raises, in one tree, with a short stable code each.
 
     RLSessionError
       UsageError (RuntimeError)            your call was wrong, nothing was changed
         ModeError            RLS101        the call is not legal in the mode in effect
-        NestingError         RLS102 \\
+        NestingError         RLS102 \
         ScopeReuseError      RLS103  >     ScopeError: scopes entered, left or nested wrongly
         ScopeOrderError      RLS104 /
         OwnershipError       RLS105        another thread, task or process owns the policy
@@ -27,6 +27,7 @@
         NonFiniteError       RLS306 (ArithmeticError)   NaN in logits, loss or gradients
         CheckpointWriteError RLS307
         EngineError          RLS308        a generation engine failed
+        OptimizerStepError   RLS309        optimizer.step() failed half-way and was undone
 
 Each message has three parts: what was attempted, the facts, and what to write instead. Fields are positional and all
 reach ``Exception.args``, so that errors survive pickling and Ray's dual exception classes; the cause is kept as text.
@@ -56,6 +57,7 @@ __all__ = [
     "OffloadedAccessError",
     "OpenStepError",
     "OptimizerError",
+    "OptimizerStepError",
     "OwnershipError",
     "RLSessionError",
     "ScopeError",
@@ -82,7 +84,7 @@ class RLSessionError(Exception):
     code: ClassVar[str] = "RLS000"
 
     def __init__(self, attempted: str, facts: tuple[str, ...] = (), remedy: str = "", cause: str = "") -> None:
-        facts = (facts,) if isinstance(facts, str) else tuple(facts)
+        facts = tuple(facts)
         super().__init__(attempted, facts, remedy, cause)
         self.attempted = attempted
         self.facts = facts
@@ -259,3 +261,9 @@ class EngineError(WorldError):
     """A generation engine failed or refused."""
 
     code = "RLS308"
+
+
+class OptimizerStepError(WorldError):
+    """``optimizer.step()`` failed half-way; parameters and optimizer state were restored from their host copies."""
+
+    code = "RLS309"

@@ -352,9 +352,7 @@ def resolve(mode: Mode, facts: Facts, flags: Flags) -> Placement:
     """
     cells = _row_cells(mode, facts.placement)
     keeps_live = facts.live_gradients and flags.live_gradients != "discard"
-    wanted = {
-        name: _cell_tier(cell, facts.placement[name], flags, is_open=keeps_live) for name, cell in cells.items()
-    }
+    wanted = {name: _cell_tier(cell, facts.placement[name], flags, is_open=keeps_live) for name, cell in cells.items()}
     return _permitted(wanted, facts, flags)
 
 

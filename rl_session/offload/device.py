@@ -112,7 +112,7 @@ class Device(ABC):
         """Undo :meth:`pin`."""
         del block
 
-    def empty_cache(self) -> None:
+    def empty_cache(self) -> None:  # noqa: B027 (a device without a cache has nothing to do)
         """Give cached memory back to the device."""
 
     def is_resident(self, storage: torch.UntypedStorage) -> bool:
@@ -120,7 +120,7 @@ class Device(ABC):
         return storage.device.type == self.torch_device.type and storage.nbytes() > 0
 
 
-class InjectedFault(RuntimeError):
+class InjectedFault(RuntimeError):  # noqa: N818 (a fault is what it is; an error is what it causes)
     """What :meth:`EmulatedDevice.fail` raises unless told otherwise."""
 
 
@@ -166,7 +166,7 @@ class EmulatedDevice(Device):
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__(torch.device("cpu"))
-        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0):
+        if not (capacity is None or (type(capacity) is int and capacity >= 0)):
             raise ConfigError(
                 f"EmulatedDevice(capacity={capacity!r}): not a number of bytes", (), "EmulatedDevice(capacity=2**30)"
             )
@@ -317,9 +317,7 @@ class EmulatedDevice(Device):
             for storage, host in pairs:
                 self._copy_one(operation, storage, host)
 
-    def _copy_one(
-        self, operation: Literal["copy_out", "copy_in"], storage: torch.UntypedStorage, host: Tensor
-    ) -> None:
+    def _copy_one(self, operation: Literal["copy_out", "copy_in"], storage: torch.UntypedStorage, host: Tensor) -> None:
         fault = self._due(operation)
         if fault and fault.point == "before":
             raise fault.error
@@ -472,12 +470,12 @@ class CudaDevice(Device):
 
     def pin(self, block: Tensor) -> bool:
         """Register a host block with CUDA; the caching host allocator would round its size to a power of two."""
-        status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)  # type: ignore[attr-defined]
+        status = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
         return int(status) == 0
 
     def unpin(self, block: Tensor) -> None:
         """Unregister a host block."""
-        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[attr-defined]
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
     def empty_cache(self) -> None:
         """Return cached blocks to the driver, for other processes on the device."""
@@ -509,7 +507,7 @@ def as_device(device: Device | torch.device | str | int | None, found: torch.dev
     if wanted.type == "cpu":
         return EmulatedDevice()
     if wanted.type == "cuda":
-        return CudaDevice(wanted.index if wanted.index is not None else torch.cuda.current_device())
+        return CudaDevice(torch.cuda.current_device() if str(wanted) == "cuda" else wanted.index)
     raise UnsupportedError(
         f"device {wanted} is not supported", ("devices: cuda, cpu (emulated)",), 'device="cpu" or device="cuda"'
     )

@@ -54,12 +54,14 @@ class MoveReport:
     """What a move did.
 
     Attributes:
+        placement: Where each component is now.
         moved: One entry for each component, pair of tiers, and copied or elided.
         seconds: Wall time of each entry of ``moved``, copies only.
         dropped_bytes: Bytes of gradients dropped.
         notices: What to warn about.
     """
 
+    placement: Placement
     moved: tuple[Moved, ...]
     seconds: tuple[float, ...]
     dropped_bytes: int
@@ -137,7 +139,13 @@ class Engine:
         self.stamps = GradientStamps()
         self.cache_hooks: list[CacheHook] = []
         self.snapshots_intact = True
-        self._explain = explain
+        self.unrestored: list[Unit] = []
+        """Units on the device whose live bytes are only on the host, because a swap could not be undone."""
+        self.placement = Placement({})
+        """Where each component is, as of the last look or move."""
+        self.nbytes: dict[str, dict[Tier, int]] = {}
+        """Bytes of each component by tier, as of the last look or move."""
+        self.explain = explain
         self._away: dict[str, int] = {}
 
     # -- looking -------------------------------------------------------------------------------------------------
@@ -183,7 +191,7 @@ class Engine:
         return unit
 
     def _refuse_foreign_offload(self, name: str) -> NoReturn:
-        label, facts = self._explain()
+        label, facts = self.explain()
         raise UnsupportedError(
             f"{label}: {name} has no bytes: something else has offloaded it (its storage has size 0)",
             facts,
@@ -219,10 +227,15 @@ class Engine:
                 if unit.tier is Tier.NONE:
                     freed.add(component)
         self._away = {
-            name: sum(1 for key, f in inventory.storages.items() if name in f.components and units[key].tier is not Tier.DEVICE)
+            name: sum(
+                1
+                for key, f in inventory.storages.items()
+                if name in f.components and units[key].tier is not Tier.DEVICE
+            )
             for name in nbytes
         }
-        return Snapshot(inventory, units, Placement(self._tiers(inventory, units)), live, frozenset(freed), nbytes)
+        self.placement, self.nbytes = Placement(self._tiers(inventory, units)), nbytes
+        return Snapshot(inventory, units, self.placement, live, frozenset(freed), nbytes)
 
     def _tiers(self, inventory: Inventory, units: dict[int, Unit]) -> dict[str, Tier]:
         """The tier of each component: the highest of the storages that are its alone, else of those it shares.
@@ -286,7 +299,7 @@ class Engine:
         moved = summarise(todo.moves)
         times = tuple(seconds.get((m.component, m.from_tier, m.to_tier, m.elided), 0.0) for m in moved)
         dropped = sum(move.nbytes for move in todo.drops)
-        return MoveReport(moved, times, dropped, tuple(notices))
+        return MoveReport(self.placement, moved, times, dropped, tuple(notices))
 
     def _facts(self, snapshot: Snapshot) -> list[StorageFacts]:
         return [
@@ -401,7 +414,7 @@ class Engine:
             unit.checksum = found
 
     def _integrity_error(self, unit: Unit, what: str) -> NoReturn:
-        label, facts = self._explain()
+        label, facts = self.explain()
         raise IntegrityError(
             f"{label}: {unit.name} ({unit.nbytes} bytes) {what}",
             facts,
@@ -477,10 +490,8 @@ class Engine:
         fresh.copy_(tensors.byte_alias(found.storage))
         home = fresh.untyped_storage()
         for alias in unit.live_aliases():
-            view = torch.empty(0, dtype=alias.dtype, device=home.device)
-            view.set_(home, alias.storage_offset(), alias.size(), alias.stride())  # type: ignore[arg-type]
             transaction.swapped.append((alias, alias.detach()))
-            alias.data = view
+            alias.data = tensors.fresh_view(alias, home)
         self._rekey(unit, found, home, snapshot)
         unit.tier, unit.storage = Tier.DEVICE, None
         transaction.onloaded.append(unit)
@@ -515,7 +526,7 @@ class Engine:
             self.device.copy_in([(s, _host(u)) for s, u in zip(storages, gone, strict=True)])
             self.device.synchronize()
         except BaseException as second:
-            label, facts = self._explain()
+            label, facts = self.explain()
             raise FaultedError(
                 f"{label}: a transition failed, and putting things back failed too",
                 (*facts, f"first: {type(cause).__name__}: {cause}", "every byte is safe in a host buffer"),
@@ -533,7 +544,7 @@ class Engine:
     def _reraise(self, error: BaseException, todo: Plan) -> NoReturn:
         if isinstance(error, RLSessionError) or not isinstance(error, Exception):
             raise error
-        label, facts = self._explain()
+        label, facts = self.explain()
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, torch.OutOfMemoryError):
             needed = f"needed: {todo.nbytes_onload} bytes, after giving back {todo.nbytes_freed}"
@@ -555,7 +566,7 @@ class Engine:
 
     def _hide(self, unit: Unit, component: str) -> None:
         where = "on the host" if unit.tier is Tier.HOST else "freed"
-        note = AwayNote(unit.name, component, where, self._explain)
+        note = AwayNote(unit.name, component, where, self.explain)
         for tensor in unit.live_aliases():
             hide(tensor, note)
 
@@ -577,7 +588,11 @@ class Engine:
         self.mark_dirty()
 
     def begin_snapshots(self) -> None:
-        """From now on the host copies of what was just brought in are a snapshot to fall back on."""
+        """From now on the host copies of what is on the device are a snapshot that a failed step can fall back on."""
+        with library_access():
+            for unit in self._own_units():
+                kept = unit.is_snapshot and self.snapshots_intact
+                unit.is_snapshot = unit.tier is Tier.DEVICE and (kept or unit.is_clean())
         self.snapshots_intact = True
 
     def _own_units(self) -> list[Unit]:
@@ -618,19 +633,59 @@ class Engine:
                 return tensor
             unit = self.device.units.get(tensors.storage_of(tensor)._cdata)
             if unit is None or unit.tier is Tier.DEVICE or unit.host is None:
+                return tensors.fresh_view(tensor, tensors.storage_of(tensor))
+            start = unit.host.data.storage_offset() // tensor.element_size() + int(tensor.storage_offset())
+            return tensors.fresh_view(tensor, unit.host.data.untyped_storage(), start)
+
+    def writable(self, tensor: Tensor) -> Tensor:
+        """A tensor through which the values of ``tensor`` may be overwritten wherever its bytes are.
+
+        No version counter changes. Call :meth:`forget_snapshots` afterwards: host copies are not compared any more.
+        """
+        with library_access():
+            unit = self.device.units.get(tensors.storage_of(tensor)._cdata)
+            if unit is None:
                 return tensor.detach()
-            view = torch.empty(0, dtype=tensor.dtype)
-            offset = unit.host.data.storage_offset()
-            flat = unit.host.data.untyped_storage()
-            start = offset // tensor.element_size() + tensor.storage_offset()
-            return view.set_(flat, start, tensor.size(), tensor.stride())  # type: ignore[arg-type]
+            unit.host_valid, unit.checksum = False, None
+            return self.readable(tensor)
+
+    def clean_bytes(self, snapshot: Snapshot) -> int:
+        """Bytes on the device that could be freed without a copy."""
+        with library_access():
+            units = [snapshot.units[key] for key in snapshot.inventory.storages]
+            return sum(unit.nbytes for unit in units if unit.tier is Tier.DEVICE and unit.is_clean())
+
+    def settle(self) -> None:
+        """After a failure that could not be undone: make every record agree with where its bytes really are.
+
+        A freed storage is on the host; a storage that has memory and a host copy from the failed move is filled from it.
+        """
+        with library_access():
+            for unit in self._own_units():
+                storage = unit.storage
+                if storage is None or unit.host is None or unit.tier is Tier.NONE:
+                    continue
+                if storage.nbytes() > 0:
+                    self._refill(unit, storage)
+                    self._reveal(unit)
+                else:
+                    unit.tier = Tier.HOST
+            snapshot = self.refresh()
+            for unit in self.unrestored:
+                self._refill(unit, self._storage(unit, snapshot))
+            self.unrestored = []
+
+    def _refill(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        self.device.copy_in([(storage, _host(unit))])
+        self.device.synchronize()
+        unit.tier, unit.storage = Tier.DEVICE, None
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
         """Give the tensors back whole, on the device where there is room and else in plain CPU memory; forget them."""
         snapshot = self.refresh()
-        up = Placement({name: Tier.DEVICE for name in self._component_names()})
+        up = Placement(dict.fromkeys(self._component_names(), Tier.DEVICE))
         try:
             self.move(snapshot, up)
         except DeviceMemoryError:
@@ -650,15 +705,13 @@ class Engine:
             home = torch.empty(unit.nbytes, dtype=torch.uint8)
             home.copy_(_host(unit)) if unit.tier is Tier.HOST else home.zero_()
             for alias in unit.live_aliases():
-                view = torch.empty(0, dtype=alias.dtype)
-                view.set_(home.untyped_storage(), alias.storage_offset(), alias.size(), alias.stride())  # type: ignore[arg-type]
-                alias.data = view
+                alias.data = tensors.fresh_view(alias, home.untyped_storage())
                 reveal(alias)
             unit.tier = Tier.DEVICE
 
 
 def _host(unit: Unit) -> Tensor:
-    assert unit.host is not None, f"{unit.name} has no host buffer"  # noqa: S101 (an invariant of the transaction)
+    assert unit.host is not None, f"{unit.name} has no host buffer"
     return unit.host.data
 
 

@@ -12,7 +12,8 @@ bypass ``__torch_function__`` (``Tensor.set_`` with an away source, ``torch.util
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import attrs
@@ -49,6 +50,10 @@ _AWAY_CLASSES: dict[type[Tensor], type[Tensor]] = {}
 _AWAY_TYPES: set[type] = set()
 
 
+def _descriptor(name: str) -> Any:
+    return getattr(torch.Tensor, name)
+
+
 def _getters(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
@@ -61,16 +66,20 @@ _METADATA: frozenset[Any] = frozenset(
         *("is_xpu", "is_mps", "is_sparse_csr", "is_vulkan", "is_ipu", "is_hpu", "is_xla", "is_mtia", "is_maia"),
         *("grad_dtype", "_grad", "_grad_fn", "_python_dispatch", "_has_symbolic_sizes_strides"),
     )
-    | {
-        torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
-        torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
-        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    }
+    | {_descriptor("grad").__set__, _descriptor("grad").__delete__, _descriptor("requires_grad").__set__}
     | {
         getattr(torch.Tensor, name)
         for name in (
             *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "__len__"),
-            *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "is_inference", "__hash__"),
+            *(
+                "is_contiguous",
+                "is_floating_point",
+                "is_complex",
+                "is_signed",
+                "get_device",
+                "is_inference",
+                "__hash__",
+            ),
             *("untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "is_pinned"),
             *("is_shared", "retain_grad", "_is_view", "dim_order", "has_names", "is_same_size"),
         )
@@ -87,7 +96,7 @@ def _away_torch_function(
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    _refuse_touch(func, (args, kwargs))
+    return _refuse_touch(func, (args, kwargs))
 
 
 def _refuse_touch(func: Any, operands: Any) -> NoReturn:
@@ -109,7 +118,7 @@ _DEFAULT_REMEDY = "with policy.logprob_mode(): ...   (or policy.state_dict(), to
 
 
 def _name_of(func: Any) -> str:
-    owner = getattr(func, "__self__", None)
+    owner: Any = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__") and hasattr(owner, "__name__"):
         return f"Tensor.{owner.__name__}"
     name = getattr(func, "__name__", repr(func))
@@ -151,6 +160,15 @@ def describe_away(tensor: Tensor) -> AwayNote | None:
     return entry[1] if entry is not None and type(tensor) in _AWAY_TYPES else None
 
 
+def _outputs(output: Any) -> Iterable[Any]:
+    """The values of a forward's result: a tensor, a sequence, or a mapping (Hugging Face outputs are mappings)."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, tuple | list) else ()
+
+
 @attrs.define(eq=False)
 class Guard:
     """Hooks on a policy's module, compiled wrapper and optimizer.
@@ -188,6 +206,15 @@ class Guard:
                 optimizer.register_load_state_dict_post_hook(self._after_optimizer_load),
             ]
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let the library itself through the hooks."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
     def remove(self) -> None:
         """Take every hook off again."""
         for handle in self._handles:
@@ -200,7 +227,7 @@ class Guard:
         Raises:
             OffloadedAccessError: Some are.
         """
-        if self.paused:
+        if self.paused or torch.compiler.is_compiling():  # a compiled wrapper has hooks of its own
             return
         away = self.away(needs)
         if away:
@@ -213,10 +240,9 @@ class Guard:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else (output,)
-        for value in values:
+        for value in _outputs(output):
             if isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None:
                 value.register_hook(self._before_backward)
 
@@ -225,12 +251,14 @@ class Guard:
         remedy = "with policy.training_mode(): loss.backward()"
         self.refuse("backward()", ("params", "buffers", "grads"), remedy)
 
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's signature)
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del module, prefix, keep_vars
         self.refuse("module.state_dict()", ("params", "buffers"), "policy.state_dict()")
 
     def _before_load(self, *_: Any) -> None:
-        self.refuse("module.load_state_dict()", ("params", "buffers"), "with policy.training_mode(): model.load_state_dict(...)")
+        self.refuse(
+            "module.load_state_dict()", ("params", "buffers"), "with policy.training_mode(): model.load_state_dict(...)"
+        )
 
     def _after_load(self, *_: Any) -> None:
         self.on_load()

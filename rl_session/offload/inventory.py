@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import attrs
@@ -91,7 +92,9 @@ class Inventory:
                     yield entry
 
 
-def reachable_tensors(value: Any, name: str, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+def reachable_tensors(
+    value: Any, name: str, depth: int = 0, seen: set[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor inside nested containers and tensor-bearing objects, with a name that says the way to it.
 
     Walks mappings, sequences, sets and the attributes of objects, each object once; skips modules, classes and functions.
@@ -119,7 +122,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, inner in list(value.items()):
             yield f"[{key!r}]", inner
-    elif isinstance(value, Sequence | Set):
+    elif isinstance(value, Sequence | AbstractSet):
         for index, inner in enumerate(list(value)):
             yield f"[{index}]", inner
     else:
@@ -213,7 +216,7 @@ def _module_entries(module: nn.Module, params: str, buffers: str, prefix: str) -
 
 def _trainables(sources: Sources) -> list[tuple[str, Tensor]]:
     """Module parameters, then optimizer parameters that are not the module's, each once."""
-    named = {id(p): (name, p) for name, p in sources.module.named_parameters()}
+    named: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in sources.module.named_parameters()}
     if sources.optimizer is not None:
         for index, group in enumerate(sources.optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):

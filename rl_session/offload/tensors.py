@@ -18,6 +18,7 @@ from rl_session.errors import UnsupportedError
 __all__ = [
     "byte_alias",
     "check_supported",
+    "fresh_view",
     "library_access",
     "num_holders",
     "plain_tensors",
@@ -54,12 +55,28 @@ def byte_alias(storage: torch.UntypedStorage) -> Tensor:
     Writes go through such aliases only: writing through a parameter or a view of it bumps its version counter, and a
     live autograd graph then refuses to run backward. Call under :func:`library_access`.
     """
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def fresh_view(
+    like: Tensor, storage: torch.UntypedStorage, offset: int | None = None, device: torch.device | None = None
+) -> Tensor:
+    """A tensor of the dtype, shape and strides of ``like`` over ``storage``, with a version counter of its own.
+
+    Args:
+        like: Gives dtype, shape and strides; only its metadata is read.
+        storage: The bytes to look at.
+        offset: In elements; that of ``like`` by default.
+        device: Where the storage is; the device of ``storage`` by default.
+    """
+    view = torch.empty(0, dtype=like.dtype, device=device or storage.device)
+    start = like.storage_offset() if offset is None else offset
+    return view.set_(storage, start, like.size(), like.stride())
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many C++ owners the storage has besides the Python object: one for each tensor, view or graph over it."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(storage._cdata)
     return count - 1
 
 
@@ -107,7 +124,5 @@ def rehome(storage: torch.UntypedStorage, aliases: list[Tensor]) -> torch.Untype
     fresh.copy_(byte_alias(storage))
     home = fresh.untyped_storage()
     for alias in aliases:
-        view = torch.empty(0, dtype=alias.dtype, device=alias.device)
-        view.set_(home, alias.storage_offset(), alias.size(), alias.stride())  # type: ignore[arg-type]
-        alias.data = view
+        alias.data = fresh_view(alias, home)
     return home

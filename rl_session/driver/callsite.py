@@ -1,0 +1,24 @@
+"""Where in the user's code something was called. Knows nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["call_site"]
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_SKIPPED = (_PACKAGE, str(Path(sys.modules["contextlib"].__file__ or "").name))
+
+
+def call_site() -> str:
+    """``file.py:line`` of the innermost frame outside this package (and outside ``contextlib`` and ``asyncio``)."""
+    frame = sys._getframe(1)  # noqa: SLF001 (inspect.stack() reads source files; this is on every scope's way)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not (name.startswith(_PACKAGE) or name.endswith("contextlib.py") or "/asyncio/" in name):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "?"

@@ -1,0 +1,55 @@
+"""What all participants of one run share: the log, the host pool, counters and defaults.
+
+Knows nothing of policies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+from rl_session.audit import AuditLog
+from rl_session.audit.events import Event
+from rl_session.config import Verify
+from rl_session.lifecycle import Release
+from rl_session.offload.host_pool import HostPool
+
+__all__ = ["Run"]
+
+
+class Run:
+    """Shared state of a run.
+
+    Args:
+        log: Where records go.
+        pool: Where host buffers come from.
+        release: The release policy of participants that set none.
+        verify: The verification of participants that set none.
+    """
+
+    def __init__(self, log: AuditLog, pool: HostPool, *, release: Release = "eager", verify: Verify = "off") -> None:
+        self.log = log
+        self.pool = pool
+        self.release: Release = release
+        self.verify: Verify = verify
+        self.step: int | None = None
+        self.lock = threading.RLock()
+        self._scope_ids = itertools.count(1)
+        self._transition_ids = itertools.count(1)
+
+    def next_scope_id(self) -> int:
+        """A new number for a scope."""
+        return next(self._scope_ids)
+
+    def next_transition_id(self) -> int:
+        """A new number for a transition."""
+        return next(self._transition_ids)
+
+    def recorder(self, policy: str) -> Callable[..., int]:
+        """A function that writes an event of ``policy`` with the current step filled in."""
+
+        def write(event: Event, *, scope_id: int | None = None, transition_id: int | None = None) -> int:
+            return self.log.write(event, policy=policy, scope_id=scope_id, transition_id=transition_id, step=self.step)
+
+        return write

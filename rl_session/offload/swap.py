@@ -1,0 +1,140 @@
+"""Other contents for the same storages, for a while: how a reference model stands in for the live weights.
+
+The live bytes are safe on the host before the first foreign byte is written, and come back by an exception too. Version
+counters do not change, so a live autograd graph survives. Knows nothing of what the contents mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from rl_session.errors import FaultedError, UnsupportedError
+from rl_session.lifecycle import Tier
+from rl_session.offload.engine import Engine, Snapshot
+from rl_session.offload.host_pool import HostBuffer
+from rl_session.offload.tensors import library_access
+from rl_session.offload.unit import Unit
+
+__all__ = ["capture", "replaced"]
+
+
+def capture(engine: Engine, components: Sequence[str]) -> dict[str, HostBuffer]:
+    """Copy every storage of ``components`` to host buffers of the engine's pool, keyed by the storage's name.
+
+    Raises:
+        HostMemoryError: There is no room for the copy.
+    """
+    with library_access():
+        snapshot = engine.refresh()
+        units = _units(snapshot, components)
+        buffers = engine.pool.acquire([unit.nbytes for unit in units], engine.device, pin=engine.pin)
+        pairs = []
+        for unit, buffer in zip(units, buffers, strict=True):
+            if unit.tier is Tier.DEVICE:
+                pairs.append((_storage(snapshot, unit), buffer.data))
+            elif unit.host is not None:
+                buffer.data.copy_(unit.host.data)
+        engine.device.copy_out(pairs)
+        engine.device.synchronize()
+    return {unit.name: buffer for unit, buffer in zip(units, buffers, strict=True)}
+
+
+@contextmanager
+def replaced(
+    engine: Engine, contents: Mapping[str, HostBuffer], components: Sequence[str], *, stays_valid: bool
+) -> Iterator[int]:
+    """Run a block with ``contents`` in place of the bytes of ``components``, which must be on the device.
+
+    Args:
+        engine: The policy's engine.
+        contents: What :func:`capture` gave.
+        components: The components that were captured.
+        stays_valid: Whether host copies made on the way may stand in for the device copies afterwards.
+
+    Yields:
+        Bytes copied on the way in, the live bytes saved first included.
+
+    Raises:
+        UnsupportedError: The storages are not those that were captured.
+        FaultedError: The live bytes could not be written back; they are safe on the host.
+    """
+    with library_access():
+        snapshot = engine.refresh()
+        units = _units(snapshot, components)
+        _check_same(engine, units, contents)
+        saved = _save(engine, snapshot, units)
+        try:
+            engine.device.copy_in([(_storage(snapshot, unit), contents[unit.name].data) for unit in units])
+            engine.device.synchronize()
+        except BaseException:
+            _write_back(engine, snapshot, units)
+            raise
+    try:
+        yield saved + sum(unit.nbytes for unit in units)
+    finally:
+        with library_access():
+            _write_back(engine, snapshot, units)
+            for unit in units:
+                unit.host_valid = unit.host_valid and stays_valid
+
+
+def _units(snapshot: Snapshot, components: Sequence[str]) -> list[Unit]:
+    wanted = set(components)
+    return [snapshot.units[k] for k, found in snapshot.inventory.storages.items() if wanted & set(found.components)]
+
+
+def _storage(snapshot: Snapshot, unit: Unit) -> torch.UntypedStorage:
+    return snapshot.inventory.storages[unit.key].storage
+
+
+def _check_same(engine: Engine, units: list[Unit], contents: Mapping[str, HostBuffer]) -> None:
+    live = {unit.name: unit.nbytes for unit in units}
+    kept = {name: buffer.nbytes for name, buffer in contents.items()}
+    if live != kept:
+        label, facts = engine.explain()
+        changed = sorted(set(live.items()) ^ set(kept.items()))[:3]
+        raise UnsupportedError(
+            f"{label}: the model is not the one its reference was copied from",
+            (*facts, f"differs: {', '.join(f'{name} ({nbytes} bytes)' for name, nbytes in changed)}"),
+            "attach the model again after changing its layers",
+        )
+
+
+def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
+    """Make sure that every unit has a host copy of its live bytes; returns the bytes copied for that."""
+    stale = [unit for unit in units if not unit.is_clean()]
+    needy = [unit for unit in stale if unit.host is None]
+    for unit, buffer in zip(
+        needy, engine.pool.acquire([u.nbytes for u in needy], engine.device, pin=engine.pin), strict=True
+    ):
+        unit.host, unit.pool = buffer, engine.pool
+    for unit in stale:
+        unit.host_valid = unit.is_snapshot = False
+    engine.device.copy_out([(_storage(snapshot, u), u.host.data) for u in stale if u.host is not None])
+    engine.device.synchronize()
+    for unit in stale:
+        unit.validate_host()
+        unit.checksum = engine.device.checksum(_storage(snapshot, unit)) if engine.verify else None
+    return sum(unit.nbytes for unit in stale)
+
+
+def _write_back(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> None:
+    pairs = [(_storage(snapshot, u), u.host.data) for u in units if u.host is not None]
+    for attempt in (1, 2):
+        try:
+            engine.device.copy_in(pairs)
+            engine.device.synchronize()
+            return
+        except Exception as error:
+            if attempt == 2:
+                engine.unrestored = list(units)
+                label, facts = engine.explain()
+                raise FaultedError(
+                    f"{label}: the live weights could not be put back after the reference pass",
+                    (*facts, "they are safe in host buffers"),
+                    "policy.recover()",
+                    f"{type(error).__name__}: {error}",
+                ) from error

@@ -1,0 +1,493 @@
+"""The handles that users hold: ``Policy`` for a trainable model, ``ValueModel`` for a critic.
+
+Each method says what it wants to :class:`rl_session.driver.control.Control`; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from rl_session.audit import events
+from rl_session.driver.callsite import call_site
+from rl_session.driver.control import Control
+from rl_session.driver.handles import (
+    GenerationCalls,
+    LogprobCalls,
+    OffloadedCalls,
+    RefitCalls,
+    TrainingCalls,
+    ValueCalls,
+)
+from rl_session.errors import ConfigError, UsageError
+from rl_session.lifecycle import Component, Mode, Placement
+from rl_session.offload.device import Device
+from rl_session.scope import Scope, Step
+
+if TYPE_CHECKING:
+    from rl_session.generation import InProcessEngine
+
+__all__ = ["Policy", "TrainableModel", "ValueModel"]
+
+Batch = Mapping[str, Any]
+"""Tensors with one batch axis: ``input_ids [B, S] int64`` right-padded, ``input_lengths [B]``, optional masks."""
+LossFn = Callable[..., tuple[Tensor, Mapping[str, Any]]]
+"""``loss_fn(logits [b, S, V], batch, global_valid_seqs, global_valid_tokens) -> (loss, metrics)``, all positional."""
+_DEFAULT_BUCKET = 256 * 2**20
+
+
+class TrainableModel:
+    """What a policy and a value model have in common: scopes, train steps, checkpoints.
+
+    Made by :func:`rl_session.attach` or a session; not by hand.
+    """
+
+    _kind = "policy"
+
+    def __init__(self, control: Control, device: Device, on_close: Callable[[TrainableModel], None]) -> None:
+        self._control = control
+        self._device = device
+        self._on_close = on_close
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {self.mode} mode, {self.health}>"
+
+    # -- scopes --------------------------------------------------------------------------------------------------
+
+    def training_mode(self, *, acquire_timeout: float | None = None) -> Scope[TrainingCalls]:
+        """A scope with everything on the device, in train mode with autograd.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
+        """
+        return Scope(self._control, self, Mode.TRAINING, "training_mode()", acquire_timeout=acquire_timeout)
+
+    def offloaded(self, *, acquire_timeout: float | None = None) -> Scope[OffloadedCalls]:
+        """A scope with nothing on the device; gradients of an open step wait on the host.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
+        """
+        return Scope(self._control, self, Mode.OFFLOADED, "offloaded()", acquire_timeout=acquire_timeout)
+
+    def switch(self, mode: Mode | str) -> None:
+        """Change the resting mode: where the policy is outside every scope.
+
+        Args:
+            mode: The mode to rest in, such as ``Mode.RESIDENT`` or ``"offloaded"``.
+
+        Raises:
+            ConfigError: There is no such mode.
+            ScopeError: A scope is open.
+            RLSessionError: The transition failed and was rolled back; the resting mode stands.
+        """
+        try:
+            wanted = Mode(mode)
+        except ValueError as error:
+            listed = ", ".join(repr(m.value) for m in Mode)
+            raise ConfigError(
+                f"switch({mode!r}): there is no such mode", (f"modes: {listed}",), 'switch("resident")'
+            ) from error
+        self._control.switch(wanted, f"switch({wanted.value!r})", call_site())
+
+    def offload(self) -> None:
+        """Rest on the host, and really evict, also under ``release="lazy"``. The second call does nothing.
+
+        Raises:
+            ScopeError: A scope is open; use ``with policy.offloaded():`` there.
+            RLSessionError: The transition failed and was rolled back.
+        """
+        self._control.switch(Mode.OFFLOADED, "offload()", call_site(), evict=True)
+
+    # -- what is -------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name in messages and in the log."""
+        return self._control.name
+
+    @property
+    def device(self) -> Device:
+        """The device; an :class:`rl_session.testing.EmulatedDevice` when it is the CPU."""
+        return self._device
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in effect."""
+        return self._control.mode
+
+    @property
+    def resting_mode(self) -> Mode:
+        """The mode outside every scope."""
+        return self._control.resting_mode
+
+    @property
+    def health(self) -> str:
+        """One of "ok", "faulted" (see :meth:`recover`) or "closed"."""
+        return self._control.health
+
+    @property
+    def placement(self) -> Placement:
+        """Where each component is, found by scanning; components without bytes are ``Tier.NONE``."""
+        placement = self._control.ask("placement")
+        assert isinstance(placement, Placement)
+        return placement
+
+    @property
+    def open_step(self) -> Step | None:
+        """The train step that is open, if one is."""
+        step = self._control.step
+        assert step is None or isinstance(step, Step)
+        return step
+
+    def memory(self) -> dict[str, Any]:
+        """Where the bytes are.
+
+        Returns:
+            ``components`` (component to tier to bytes), ``clean`` (bytes on the device that could be freed without a
+            copy), ``uncovered`` (tensors of no component: name to bytes), ``device_bytes``, ``device_free`` (None: no
+            limit), ``host_in_use`` and ``host_held`` (bytes of host buffers).
+        """
+        memory: dict[str, Any] = self._control.ask("memory")
+        return memory
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        eval_mode: bool = False,
+    ) -> dict[str, Any]:
+        """Make ``B / gbs`` optimizer steps over a batch, then one scheduler step.
+
+        Args:
+            batch: ``input_ids [B, S]``, ``input_lengths [B]``, optional masks, and what the loss needs.
+            loss_fn: ``loss_fn(logits [b, S, V], batch, global_valid_seqs, global_valid_tokens) -> (loss, metrics)``;
+                micro-batch losses sum to the loss of the global batch.
+            gbs: Sequences an optimizer step sees; the whole batch by default.
+            mbs: Sequences a forward sees; ``gbs`` by default.
+            eval_mode: Only compute the loss: no gradients, no optimizer step, eval mode.
+
+        Returns:
+            ``loss`` and ``grad_norm``, float32 tensors with one entry an optimizer step, and ``metrics``: summed over
+            micro-batches unless the loss marked them with ``rs.mean``, ``rs.min`` or ``rs.max``.
+
+        Raises:
+            ModeError: Not in training mode (with ``eval_mode``, not in a mode with the weights on the device).
+            BatchError: The batch, ``gbs`` or ``mbs`` do not fit.
+            OpenStepError: Gradients are live that no optimizer step has consumed.
+            NonFiniteError: NaN in logits, loss or gradients; no step was made with them.
+            OptimizerStepError: ``optimizer.step()`` failed half-way and was undone.
+            FaultedError: It failed half-way and could not be undone.
+        """
+        gate = "train(eval_mode=True)" if eval_mode else "train"
+        result: dict[str, Any] = self._control.call(
+            "train", batch, loss_fn, gbs, mbs, eval_mode, gate=gate, needs_owner=not eval_mode
+        )
+        return result
+
+    def begin_step(self, global_valid_seqs: float | None = None, global_valid_tokens: float | None = None) -> Step:
+        """Open a train step that accumulates gradients until it is committed.
+
+        Args:
+            global_valid_seqs: Sequences that count in the whole step; given to every loss.
+            global_valid_tokens: Tokens that count in the whole step. Without them the loss gets 1 and ``commit`` divides
+                by the counts it summed.
+
+        Raises:
+            ModeError: Not in training mode.
+            OpenStepError: A step is open already, or gradients of a backward of your own are live.
+        """
+        step = Step(self._control, call_site())
+        self._control.call(
+            "begin_step",
+            global_valid_seqs,
+            global_valid_tokens,
+            needs_owner=True,
+            then=lambda result: events.StepOpened(changed=Control.changes(result.changed)),
+        )
+        self._control.step = step
+        return step
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A CPU copy of ``module.state_dict()``, from whichever tier holds the bytes. Legal in every mode."""
+        state: dict[str, Tensor] = self._control.call_plain("state_dict")
+        return state
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write parameters, buffers, optimizer and scheduler state to a directory. Legal in every mode; nothing moves.
+
+        Raises:
+            CheckpointError: ``path`` is something else than a checkpoint or a free name.
+            CheckpointWriteError: It could not be written (disk full?); what stood at ``path`` still stands.
+        """
+        self._control.call("save_checkpoint", str(path))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Read a checkpoint back, into whichever tier holds the bytes; it also heals a faulted policy.
+
+        Raises:
+            ModeError: Not in OFFLOADED, RESIDENT or TRAINING.
+            OpenStepError: A train step is open.
+            CheckpointError: It is missing, damaged, or of another architecture; nothing was changed.
+        """
+        if self.health == "faulted":
+            self._control.recover(str(path))
+        else:
+            self._control.call("load_checkpoint", str(path), needs_owner=True)
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, value: Any) -> None:
+        """Add a component of your own (EMA weights, a cache); it moves like the optimizer.
+
+        Args:
+            name: The component's name.
+            value: A module, or anything tensors can be found in.
+
+        Raises:
+            ConfigError: The name is taken.
+        """
+        if name in set(Component):
+            raise ConfigError(f"register({name!r}): that component exists", (), 'policy.register("ema", ema_model)')
+        self._control.ask("register_extra", name, value)
+
+    def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
+        """Call ``hook(module)`` whenever bytes leave the device, to free what no component owns."""
+        self._control.ask("add_cache_hook", hook)
+
+    def recover(self) -> None:
+        """Leave the faulted state: from surviving host copies, or from the last checkpoint saved or loaded.
+
+        Raises:
+            FaultedError: There is nothing to restore from.
+        """
+        if self.health == "faulted":
+            self._control.recover()
+
+    def detach(self) -> None:
+        """Give model and optimizer back whole, on the device where there is room and else on the CPU. Idempotent."""
+        self._control.close(f"detach() at {call_site()}")
+        self._on_close(self)
+
+    def close(self) -> None:
+        """As :meth:`detach`, for an attached model. Idempotent."""
+        self._control.close(f"close() at {call_site()}")
+        self._on_close(self)
+
+
+class Policy(TrainableModel):
+    """A policy: a causal language model that trains, gives log-probabilities and generates.
+
+    Made by :func:`rl_session.attach` or :meth:`Session.attach`.
+    """
+
+    def __init__(self, control: Control, device: Device, on_close: Callable[[TrainableModel], None]) -> None:
+        super().__init__(control, device, on_close)
+        self._engines: list[InProcessEngine] = []
+
+    def logprob_mode(self, *, acquire_timeout: float | None = None) -> Scope[LogprobCalls]:
+        """A scope with the weights on the device for inference, in eval mode under no_grad.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
+        """
+        return Scope(self._control, self, Mode.LOGPROB, "logprob_mode()", acquire_timeout=acquire_timeout)
+
+    def refit_mode(self, *, acquire_timeout: float | None = None) -> Scope[RefitCalls]:
+        """A scope in which the weights are read and published: no gradients, no optimizer state on the device.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
+        """
+        return Scope(self._control, self, Mode.REFIT, "refit_mode()", acquire_timeout=acquire_timeout)
+
+    def generation_mode(
+        self, engine: InProcessEngine | None = None, *, acquire_timeout: float | None = None
+    ) -> Scope[GenerationCalls]:
+        """A scope in which an engine of this policy samples.
+
+        Args:
+            engine: Which one; None means the only one.
+            acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
+
+        Raises:
+            UsageError: There is no engine, or several and none was named.
+        """
+        engine = engine if engine is not None else self._only_engine("generation_mode()")
+        scope: Scope[GenerationCalls] = Scope(
+            self._control,
+            _Generating(self, engine),
+            Mode.GENERATION,
+            "generation_mode()",
+            acquire_timeout=acquire_timeout,
+        )
+        return scope
+
+    def _only_engine(self, attempted: str) -> InProcessEngine:
+        if len(self._engines) != 1:
+            raise UsageError(
+                f"{self._control.label}: {attempted} needs an engine",
+                (f"engines of this policy: {len(self._engines)}",),
+                "engine = rs.InProcessEngine(policy, max_new_tokens=64); with policy.generation_mode(engine): ...",
+            )
+        return self._engines[0]
+
+    def get_logprobs(self, batch: Batch, *, temperature: float | None = None, mbs: int | None = None) -> dict[str, Any]:
+        """Log-probabilities of the batch's tokens.
+
+        Args:
+            batch: ``input_ids [B, S]``, ``input_lengths [B]``.
+            temperature: Logits are divided by it; the policy's own by default.
+            mbs: Sequences a forward sees; all by default.
+
+        Returns:
+            ``logprobs [B, S]`` float32 on the CPU: entry t is that of token t given those before; entry 0 is 0.
+
+        Raises:
+            ModeError: Not in a mode with the weights on the device.
+            BatchError: The batch does not fit.
+            NonFiniteError: NaN in the logits.
+        """
+        result: dict[str, Any] = self._control.call("get_logprobs", batch, temperature, mbs)
+        return result
+
+    def get_reference_policy_logprobs(
+        self, batch: Batch, *, temperature: float | None = None, mbs: int | None = None
+    ) -> dict[str, Any]:
+        """Log-probabilities under the reference; the live weights come back bit for bit, by an exception too.
+
+        Args:
+            batch: ``input_ids [B, S]``, ``input_lengths [B]``.
+            temperature: Logits are divided by it; the policy's own by default.
+            mbs: Sequences a forward sees; all by default.
+
+        Returns:
+            ``reference_logprobs [B, S]`` float32 on the CPU, laid out as in :meth:`get_logprobs`.
+
+        Raises:
+            ModeError: Not in a mode with the weights on the device.
+            UnsupportedError: The policy was attached without a reference.
+            BatchError: The batch does not fit.
+        """
+        result: dict[str, Any] = self._control.call("get_reference_policy_logprobs", batch, temperature, mbs)
+        return result
+
+    def get_topk_logits(self, batch: Batch, k: int, *, mbs: int | None = None) -> dict[str, Any]:
+        """The k largest next-token logits.
+
+        Returns:
+            ``topk_logits`` float32 and ``topk_indices`` int64, both ``[B, S-1, k]`` on the CPU.
+
+        Raises:
+            ModeError: Not in a mode with the weights on the device.
+            BatchError: The batch or ``k`` do not fit.
+        """
+        result: dict[str, Any] = self._control.call("get_topk_logits", batch, k, mbs)
+        return result
+
+    def score(self, batch: Batch) -> dict[str, Any]:
+        """One score a sequence, for models with a scalar head.
+
+        Returns:
+            ``scores [B]`` float32 on the CPU.
+
+        Raises:
+            ModeError: Not in a mode with the weights on the device.
+            BatchError: The batch does not fit.
+        """
+        result: dict[str, Any] = self._control.call("score", batch)
+        return result
+
+    def iter_weights(self, bucket_nbytes: int = _DEFAULT_BUCKET) -> Iterator[dict[str, Tensor]]:
+        """The weights in buckets, without a copy: device tensors, or views of the host copies while offloaded.
+
+        Args:
+            bucket_nbytes: The most bytes in a bucket; a larger weight is a bucket of its own.
+
+        Yields:
+            Name (as in ``state_dict``) to tensor. Valid until the mode changes: clone what you keep.
+
+        Raises:
+            ModeError: Not in REFIT, RESIDENT or OFFLOADED, now or when a later bucket is asked for.
+            ConfigError: ``bucket_nbytes`` is not positive.
+        """
+        if bucket_nbytes < 1:
+            raise ConfigError(f"iter_weights(bucket_nbytes={bucket_nbytes})", (), "iter_weights(bucket_nbytes=2**28)")
+        self._control.ready("iter_weights()")
+        self._control.check_mode("iter_weights")
+        return self._buckets(bucket_nbytes)
+
+    def _buckets(self, bucket_nbytes: int) -> Iterator[dict[str, Tensor]]:
+        names: list[str] = []
+        filled = 0
+        for name, nbytes in self._control.ask("weight_sizes").items():
+            if names and filled + nbytes > bucket_nbytes:
+                yield self._bucket(names)
+                names, filled = [], 0
+            names.append(name)
+            filled += nbytes
+        if names:
+            yield self._bucket(names)
+
+    def _bucket(self, names: list[str]) -> dict[str, Tensor]:
+        self._control.check_mode("iter_weights")
+        bucket: dict[str, Tensor] = self._control.ask("weights", names)
+        return bucket
+
+
+class _Generating:
+    """A policy with the engine of its ``generation_mode()``, for the handle."""
+
+    def __init__(self, policy: Policy, engine: InProcessEngine) -> None:
+        self._policy = policy
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def __repr__(self) -> str:
+        return repr(self._policy)
+
+    def generate(self, batch: Batch) -> dict[str, Any]:
+        """Sample from the engine."""
+        return self._engine.generate(batch)
+
+
+class ValueModel(TrainableModel):
+    """A critic: gives one value a token, and trains.
+
+    Made by :meth:`Session.attach_value`.
+    """
+
+    _kind = "value"
+
+    def inference_mode(self, *, acquire_timeout: float | None = None) -> Scope[ValueCalls]:
+        """A scope with the weights on the device for inference, in eval mode under no_grad.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the model; None gives up at once.
+        """
+        return Scope(self._control, self, Mode.LOGPROB, "inference_mode()", acquire_timeout=acquire_timeout)
+
+    def get_values(self, batch: Batch) -> dict[str, Any]:
+        """One value a token.
+
+        Returns:
+            ``values [B, S]`` float32 on the CPU.
+
+        Raises:
+            ModeError: Not in a mode with the weights on the device.
+            BatchError: The batch does not fit.
+        """
+        result: dict[str, Any] = self._control.call("get_values", batch)
+        return result

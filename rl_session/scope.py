@@ -1,0 +1,328 @@
+"""The object behind ``with``, and the train step that may stay open across several of them.
+
+A scope is single-use, synchronous or asynchronous. It is a thin adapter: the state lives in
+:class:`rl_session.driver.control.Control`, which remembers a frame and holds this object only weakly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
+
+import torch
+
+from rl_session.audit import events
+from rl_session.driver.callsite import call_site
+from rl_session.driver.control import Control, Frame
+from rl_session.driver.handles import Handle
+from rl_session.driver.interrupts import DeferredInterrupt
+from rl_session.errors import OwnershipError, RLSessionError, ScopeReuseError, StepClosedError
+from rl_session.lifecycle import MODE_TABLE, Mode
+from rl_session.workers.group import LocalGroup
+from rl_session.workers.replies import CallResult
+
+__all__ = ["Scope", "Step"]
+
+T = TypeVar("T")
+H_co = TypeVar("H_co", covariant=True)
+_POLL_SECONDS = 0.01
+
+
+class Scope(Generic[H_co]):
+    """One ``with`` (or ``async with``) block in a mode; yields a handle with the calls of that mode.
+
+    Made by methods such as :meth:`Policy.training_mode`; enter it once.
+
+    Raises (on entry):
+        NestingError: The mode may not be opened inside the one around it.
+        OwnershipError: Another thread, task or process owns the policy.
+        ScopeReuseError: The scope was entered before.
+        RLSessionError: The transition failed and was rolled back; the outer mode stands.
+    """
+
+    def __init__(
+        self, control: Control, target: Any, mode: Mode, spelling: str, *, acquire_timeout: float | None = None
+    ) -> None:
+        self._control = control
+        self._target = target
+        self._mode = mode
+        self._spelling = spelling
+        self._timeout = acquire_timeout
+        self._frame: Frame | None = None
+        self._state = "not entered"
+
+    def __repr__(self) -> str:
+        where = f" at {self._frame.call_site}" if self._frame is not None else ""
+        return f"<{self._spelling} of {self._control.label}: {self._state}{where}>"
+
+    # -- with ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> H_co:
+        site = self._use_once()
+        with DeferredInterrupt() as interrupt:
+            frame = self._enter(site, self._timeout)
+            try:
+                frame.undo = self._set_forwards(frame)
+            except BaseException as error:
+                self._leave(frame, error)
+                raise
+            if interrupt.fired:  # the block will never run: leave before the interrupt is handed on
+                self._leave(frame, KeyboardInterrupt())
+        return self._handle()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, trace
+        with DeferredInterrupt():
+            self._leave_after(error)
+
+    def _use_once(self) -> str:
+        site = call_site()
+        if self._state != "not entered":
+            raise ScopeReuseError(
+                f"{self._control.label}: {self._spelling} entered a second time at {site}",
+                (f"this scope is {self._state}",),
+                f"make a new one for every block: with policy.{self._spelling}: ...",
+            )
+        self._state = "entering"
+        return site
+
+    def _enter(self, site: str, timeout: float | None) -> Frame:
+        try:
+            self._frame = self._control.enter(self, self._mode, self._spelling, site, timeout=timeout)
+        except BaseException:
+            self._state = "failed to enter"
+            raise
+        self._state = "active"
+        return self._frame
+
+    def _leave(self, frame: Frame, error: BaseException | None) -> None:
+        self._state = "exited"
+        self._control.leave(frame, error)
+
+    def _leave_after(self, error: BaseException | None) -> None:
+        """Leave; the body's error wins, and one on the way out becomes a note on it."""
+        if self._frame is None:
+            return
+        try:
+            self._leave(self._frame, error)
+        except RLSessionError as failure:
+            if error is None:
+                raise
+            error.add_note(f"and while leaving {self._spelling}: {failure}")
+
+    def _handle(self) -> H_co:
+        return cast("H_co", Handle(self._target, self._mode))
+
+    def _set_forwards(self, frame: Frame) -> Callable[[], None] | None:
+        """Set train or eval, and autograd, for the user's own forwards on this thread; returns how to undo it."""
+        group = self._control.group
+        forwards = MODE_TABLE[self._mode].forwards
+        if not isinstance(group, LocalGroup) or forwards not in ("train", "eval"):
+            return None
+        modules = group.worker.forward_mode(self._mode)
+        if modules is not None:
+            modules.__enter__()
+        thread, grad_was_on = threading.get_ident(), torch.is_grad_enabled()
+        torch.set_grad_enabled(forwards == "train")
+
+        def undo() -> None:
+            if modules is not None:
+                modules.__exit__(None, None, None)
+            if threading.get_ident() == thread:  # grad mode belongs to a thread
+                torch.set_grad_enabled(grad_was_on)
+
+        return undo
+
+    # -- async with ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> H_co:
+        site = self._use_once()
+        await self._acquire(site)
+        try:
+            frame, cancelled = await _shielded(lambda: self._enter(site, None))
+        except BaseException:
+            if not self._control.frames:
+                self._control.ownership.release()
+            raise
+        if cancelled is not None:
+            await _shielded(lambda: self._leave(frame, cancelled))
+            raise cancelled
+        return self._handle()
+
+    async def _acquire(self, site: str) -> None:
+        """Take ownership in this task, so that a thread that works for it is recognised."""
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        while True:
+            try:
+                self._control.ownership.acquire(self._spelling, site)
+                return
+            except OwnershipError:
+                if deadline is None or time.monotonic() >= deadline:
+                    self._state = "failed to enter"
+                    raise
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, trace
+        _, cancelled = await _shielded(lambda: self._leave_after(error))
+        if cancelled is not None and error is None:
+            raise cancelled
+
+
+async def _shielded(work: Callable[[], T]) -> tuple[T, asyncio.CancelledError | None]:
+    """Run ``work`` in a thread with this context and wait for its end, whatever happens to the task meanwhile.
+
+    Returns:
+        The result, and the cancellation that arrived meanwhile, if one did.
+    """
+    context = contextvars.copy_context()
+    future = asyncio.get_running_loop().run_in_executor(None, context.run, work)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError as error:
+            if future.cancelled():
+                raise
+            cancelled = error
+        except BaseException:
+            break  # the work's own error; result() raises it below
+    return future.result(), cancelled
+
+
+class Step:
+    """A train step: gradients accumulate chunk by chunk, and one optimizer step ends it. May span scopes.
+
+    Made by :meth:`Policy.begin_step`. As a context manager it commits when the block ends normally, unless it was committed
+    or aborted before, and aborts when it ends by an exception.
+    """
+
+    def __init__(self, control: Control, site: str) -> None:
+        self._control = control
+        self._site = site
+        self._state = "open"
+
+    def __repr__(self) -> str:
+        return f"<train step of {self._control.label} from {self._site}: {self.state}>"
+
+    @property
+    def state(self) -> str:
+        """One of "open", "committed" or "aborted"."""
+        if self._state == "open" and self._control.step is not self:
+            self._state = "aborted"
+        return self._state
+
+    def _check_open(self, call: str) -> None:
+        if self.state != "open":
+            label, facts = self._control.explain()
+            raise StepClosedError(
+                f"{label}: {call} on a train step that was {self.state}",
+                (*facts, f"the step was opened at {self._site}"),
+                "step = policy.begin_step()",
+            )
+
+    def forward_backward(self, chunk: Any, loss_fn: Any, *, mbs: int | None = None) -> None:
+        """Add the gradients of a chunk.
+
+        Args:
+            chunk: A batch (see the batch format in the guide).
+            loss_fn: ``loss_fn(logits [b, S, V], batch, global_valid_seqs, global_valid_tokens) -> (loss, metrics)``.
+            mbs: Micro-batch size in sequences; the whole chunk by default.
+
+        Raises:
+            StepClosedError: The step was committed or aborted.
+            ModeError: Not in training mode.
+            BatchError: The chunk is not a batch; the step stays open.
+            NonFiniteError: NaN in logits or loss; the step is aborted.
+        """
+        self._check_open("forward_backward()")
+        with self._ending_on_error():
+            self._control.call("forward_backward", chunk, loss_fn, mbs, needs_owner=True)
+
+    def commit(self) -> dict[str, Any]:
+        """Make the optimizer step.
+
+        Returns:
+            As :meth:`Policy.train`: ``loss [1]``, ``grad_norm [1]``, ``metrics``.
+
+        Raises:
+            StepClosedError: The step was committed or aborted.
+            ModeError: Not in training mode.
+            NonFiniteError: NaN in the gradients; the step is aborted and the weights are untouched.
+            OptimizerStepError: ``optimizer.step()`` failed half-way and was undone.
+            FaultedError: It failed half-way and could not be undone.
+        """
+        self._check_open("commit()")
+        with self._ending_on_error():
+            result: dict[str, Any] = self._control.call("commit", needs_owner=True, then=_committed)
+        self._state = "committed"
+        self._control.end_step()
+        return result
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """An error that ended the step on the worker ends it here too."""
+        try:
+            yield
+        except BaseException as error:
+            if self._control.health == "ok" and not self._control.ask("has_open_step"):
+                self._abort_record(type(error).__name__)
+            raise
+
+    def _abort_record(self, reason: str) -> None:
+        self._state = "aborted"
+        self._control.end_step()
+        self._control.record(events.StepAborted(reason=reason))
+
+    def abort(self) -> None:
+        """Discard the gradients; parameters and optimizer state stay as they are. Legal in every mode.
+
+        Raises:
+            StepClosedError: The step was committed or aborted.
+        """
+        self._check_open("abort()")
+        reason = "aborted by the caller"
+        self._control.call(
+            "abort",
+            gate="",
+            needs_owner=True,
+            then=lambda result: events.StepAborted(changed=Control.changes(result.changed), reason=reason),
+        )
+        self._state = "aborted"
+        self._control.end_step()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, trace
+        if self.state != "open":
+            return
+        if error is None:
+            self.commit()
+            return
+        try:
+            self.abort()
+        except RLSessionError as failure:
+            error.add_note(f"and while aborting the train step: {failure}")
+
+
+def _committed(result: CallResult) -> events.Event:
+    value = cast("dict[str, Any]", result.value)
+    return events.StepCommitted(
+        changed=Control.changes(result.changed),
+        loss=float(value["loss"].sum()),
+        grad_norm=float(value["grad_norm"].max()),
+    )

@@ -1,0 +1,395 @@
+"""The owner of a run: participants, their shared defaults, the audit log, and closing in order.
+
+``attach`` is the way in for one model; a session is the way in for several. Knows nothing of how bytes move.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rl_session.audit import AuditLog, events
+from rl_session.config import OffloadConfig, Verify, check_choice
+from rl_session.driver.control import Control
+from rl_session.driver.run import Run
+from rl_session.errors import ClosedError, ConfigError, OptimizerError, RLSessionError, UnsupportedError
+from rl_session.lifecycle import Mode, Release
+from rl_session.offload.device import Device, as_device
+from rl_session.offload.host_pool import HostPool
+from rl_session.policy import Policy, TrainableModel, ValueModel
+from rl_session.workers.group import LocalGroup
+from rl_session.workers.worker import Worker, WorkerSpec
+
+__all__ = ["Session", "attach"]
+
+M = TypeVar("M", bound=TrainableModel)
+Masters = Mapping[nn.Parameter, Tensor] | Sequence[tuple[nn.Parameter, Tensor]]
+
+
+class Session:
+    """Participants that share devices, and one audit log.
+
+    Args:
+        audit_path: Where the log goes, a ``.jsonl`` file; None for nowhere. A file with something in it is rotated.
+        host_budget: The most bytes of host memory all participants together may hold; None for no limit.
+        release: When bytes leave the device: "eager" (default), "lazy" or "never".
+        verify: "checksum" compares contents at every move; "off" by default.
+
+    Raises:
+        ConfigError: A value is not one of its choices.
+        AuditError: The log cannot be opened.
+    """
+
+    def __init__(
+        self,
+        audit_path: str | PathLike[str] | None = None,
+        *,
+        host_budget: int | None = None,
+        release: Release | None = None,
+        verify: Verify | None = None,
+    ) -> None:
+        if release is not None:
+            check_choice("Session", "release", release, ("eager", "lazy", "never"))
+        if verify is not None:
+            check_choice("Session", "verify", verify, ("off", "checksum"))
+        OffloadConfig(host_budget=host_budget)  # the same check, and the same message
+        self._opened_at = time.perf_counter()
+        self._closed = False
+        self._participants: list[TrainableModel] = []
+        self._devices: dict[str, Device] = {}
+        log = AuditLog(audit_path)
+        pool = HostPool(host_budget, self._warn)
+        self._run = Run(log, pool, release=release or "eager", verify=verify or "off")
+        log.write(
+            events.SessionOpened(
+                host_budget=host_budget, release=self._run.release, verify=self._run.verify, versions=_versions()
+            )
+        )
+
+    def _warn(self, message: str) -> None:
+        self._run.log.write(events.WarningIssued(code="pinning_failed", message=message))
+
+    def __repr__(self) -> str:
+        names = ", ".join(repr(p.name) for p in self._participants)
+        return f"<Session of {names or 'nobody'}{', closed' if self._closed else ''}>"
+
+    # -- participants --------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        name: str = "policy",
+        device: Device | torch.device | str | None = None,
+        base: Literal["offloaded", "resident"] = "offloaded",
+        scheduler: Any | None = None,
+        max_grad_norm: float | None = None,
+        reference: nn.Module | Literal["copy", "adapter-off"] | None = None,
+        masters: Masters | None = None,
+        forward_fn: Callable[..., Any] | None = None,
+        temperature: float = 1.0,
+        offload: OffloadConfig | None = None,
+    ) -> Policy:
+        """Make a policy of a model in this process; see :func:`attach` for the arguments and errors."""
+        spec = _spec(locals())
+        return self._add(Policy, spec, name, device, base, offload or OffloadConfig())
+
+    def attach_value(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        name: str = "value",
+        device: Device | torch.device | str | None = None,
+        base: Literal["offloaded", "resident"] = "offloaded",
+        scheduler: Any | None = None,
+        max_grad_norm: float | None = None,
+        masters: Masters | None = None,
+        forward_fn: Callable[..., Any] | None = None,
+        offload: OffloadConfig | None = None,
+    ) -> ValueModel:
+        """Make a value model of a model in this process; see :func:`attach` for the arguments and errors.
+
+        ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``.
+        """
+        spec = _spec(locals())
+        return self._add(ValueModel, spec, name, device, base, offload or OffloadConfig())
+
+    def _add(
+        self,
+        kind: type[M],
+        spec: WorkerSpec,
+        name: str,
+        device: Device | torch.device | str | None,
+        base: str,
+        config: OffloadConfig,
+    ) -> M:
+        label = f"{kind._kind} {name!r}"  # noqa: SLF001 (the class says how messages call it)
+        self._check_open(f"attach {label}")
+        check_choice("attach", "base", base, ("offloaded", "resident"))
+        if any(participant.name == name for participant in self._participants):
+            raise ConfigError(f"{label}: the name is taken in this session", (), f'attach(..., name="{name}2")')
+        _check_model(spec.model, spec.optimizer, label)
+        _check_optimizer(spec, label)
+        _check_cpu_offload(spec.model, config, label)
+        spec.label, spec.pin = label, config.pin
+        spec.verify = (config.verify or self._run.verify) == "checksum"
+        where = self._device(device, _device_of(spec.model, label))
+        control: Control | None = None
+
+        def explain() -> tuple[str, tuple[str, ...]]:
+            return control.explain() if control is not None else (label, ())
+
+        flags = config.flags(release=self._run.release)
+        pool = self._run.pool if config.host_budget is None else HostPool(config.host_budget, self._warn)
+        worker = Worker(spec, where, pool, explain)
+        worker.set_flags(flags)
+        first = worker.start()
+        resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
+        control = Control(name, kind._kind, LocalGroup(worker), self._run, flags, first, resting)  # noqa: SLF001
+        participant = kind(control, where, self._forget)
+        self._participants.append(participant)
+        return participant
+
+    def _device(self, device: Device | torch.device | str | None, found: torch.device) -> Device:
+        """The device for what the user wrote; one object for each real device, so that participants share it."""
+        if isinstance(device, Device):
+            return device
+        made = as_device(device, found)
+        return self._devices.setdefault(str(made.torch_device), made)
+
+    def _forget(self, participant: TrainableModel) -> None:
+        if participant in self._participants:
+            self._participants.remove(participant)
+
+    def _check_open(self, attempted: str) -> None:
+        if self._closed:
+            raise ClosedError(f"session: {attempted} after close()", (), "with rs.Session(...) as session: ...")
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """A block in which every record carries the step number ``n``; the outer number comes back after it.
+
+        Args:
+            n: The number of the training step.
+
+        Raises:
+            ClosedError: The session was closed.
+        """
+        self._check_open(f"step({n})")
+        outer, self._run.step = self._run.step, n
+        try:
+            yield
+        finally:
+            self._run.step = outer
+
+    def close(self) -> None:
+        """Close every participant, last attached first, and the log. Goes on after an error and raises the first.
+
+        Raises:
+            RLSessionError: A participant could not be closed; the others are.
+        """
+        self._close(None)
+
+    def _close(self, body: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        failures: list[RLSessionError] = []
+        for participant in reversed(list(self._participants)):
+            try:
+                participant.close()
+            except RLSessionError as error:
+                failures.append(error)
+        self._run.pool.trim()
+        first = body if body is not None else failures[0] if failures else None
+        text = None if first is None else f"{type(first).__name__}: {first}".splitlines()[0]
+        self._run.log.write(events.SessionClosed(error=text, seconds=time.perf_counter() - self._opened_at))
+        self._run.log.close()
+        if failures and body is None:
+            raise failures[0]
+        for failure in failures:
+            if body is not None:
+                body.add_note(f"and while closing the session: {failure}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, trace
+        self._close(error)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    name: str = "policy",
+    device: Device | torch.device | str | None = None,
+    base: Literal["offloaded", "resident"] = "offloaded",
+    scheduler: Any | None = None,
+    max_grad_norm: float | None = None,
+    reference: nn.Module | Literal["copy", "adapter-off"] | None = None,
+    masters: Masters | None = None,
+    forward_fn: Callable[..., Any] | None = None,
+    temperature: float = 1.0,
+    offload: OffloadConfig | None = None,
+    session: Session | None = None,
+) -> Policy:
+    """Make a policy of a model and its optimizer. Moves nothing: the first mode is found by looking.
+
+    Args:
+        model: Any module that gives logits, or ``torch.compile(module)``.
+        optimizer: Any torch optimizer over the model's parameters; None for a model that only infers.
+        name: In messages and in the log.
+        device: A torch device, or an :class:`rl_session.testing.EmulatedDevice`; where the model is by default. The CPU is
+            an emulated device that really copies and really frees.
+        base: Where the policy rests outside scopes: "offloaded", or "resident" on the device.
+        scheduler: A learning rate scheduler, stepped once a ``train`` call.
+        max_grad_norm: Gradients are clipped to this norm.
+        reference: None, "copy" (a deep copy as it is now, held on the host), "adapter-off" (a PEFT model without its
+            adapters), or a module.
+        masters: Module parameter to the optimizer's fp32 master of it, when the optimizer steps copies.
+        forward_fn: ``forward_fn(model, batch) -> logits [b, S, V]``, for models with inputs of their own.
+        temperature: Logits are divided by it.
+        offload: How bytes move.
+        session: The session to join; without one it gets its own, which logs nowhere.
+
+    Returns:
+        The policy.
+
+    Raises:
+        UnsupportedError: The model or a tensor of it cannot be served; it is named.
+        OptimizerError: The optimizer does not belong to the model.
+        ConfigError: A configuration value is wrong or contradicts the model.
+    """
+    return (session or Session()).attach(
+        model,
+        optimizer,
+        name=name,
+        device=device,
+        base=base,
+        scheduler=scheduler,
+        max_grad_norm=max_grad_norm,
+        reference=reference,
+        masters=masters,
+        forward_fn=forward_fn,
+        temperature=temperature,
+        offload=offload,
+    )
+
+
+def _spec(arguments: dict[str, Any]) -> WorkerSpec:
+    masters = arguments["masters"]
+    pairs = list(masters.items()) if isinstance(masters, Mapping) else list(masters or ())
+    return WorkerSpec(
+        model=arguments["model"],
+        optimizer=arguments["optimizer"],
+        scheduler=arguments["scheduler"],
+        max_grad_norm=arguments["max_grad_norm"],
+        masters=pairs,
+        reference=arguments.get("reference"),
+        forward_fn=arguments["forward_fn"],
+        temperature=arguments.get("temperature", 1.0),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {"torch": str(torch.__version__)}
+    try:
+        found["rl-session"] = version("rl-session")
+    except PackageNotFoundError:
+        found["rl-session"] = "unknown"
+    return found
+
+
+def _check_model(model: object, optimizer: object, label: str) -> None:
+    if type(model).__module__.startswith("deepspeed"):
+        raise UnsupportedError(
+            f"{label}: a DeepSpeed engine owns the placement of its tensors",
+            (),
+            "attach the plain module and a torch optimizer, or leave offloading to DeepSpeed",
+        )
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"{label}: {type(model).__name__} is not a torch module", (), "attach(module, optimizer)"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(
+            f"{label}: {type(optimizer).__name__} is not a torch optimizer",
+            (),
+            "attach(module, optimizer) with a torch.optim.Optimizer (of a wrapper, the optimizer inside)",
+        )
+
+
+def _device_of(model: nn.Module, label: str) -> torch.device:
+    devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"{label}: one module over several devices",
+            (f"devices: {', '.join(sorted(devices))}",),
+            "put it on one device, or shard it over workers",
+        )
+    return torch.device(devices.pop()) if devices else torch.device("cpu")
+
+
+def _check_optimizer(spec: WorkerSpec, label: str) -> None:
+    """An optimizer that shares no parameter with the module steps something else, unless it is told what.
+
+    Raises:
+        OptimizerError: It does.
+    """
+    if spec.optimizer is None:
+        return
+    own = {id(p) for p in spec.model.parameters()}
+    stepped = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
+    for parameter, master in spec.masters:
+        if id(parameter) not in own or id(master) not in stepped:
+            raise OptimizerError(
+                f"{label}: masters= names a pair that is not one",
+                (f"parameter of the model: {id(parameter) in own}, master in the optimizer: {id(master) in stepped}",),
+                "attach(model, optimizer, masters={parameter: master, ...})",
+            )
+    if not own & stepped and not spec.masters:
+        raise OptimizerError(
+            f"{label}: the optimizer shares no parameter with the model",
+            (f"parameters of the model: {len(own)}, of the optimizer: {len(stepped)}",),
+            "build it over model.parameters(), or map its fp32 copies with masters={parameter: master}",
+        )
+
+
+def _check_cpu_offload(model: nn.Module, config: OffloadConfig, label: str) -> None:
+    """FSDP's own CPU offload and ``OffloadConfig(cpu_offload=True)`` must agree: a parameter has one owner.
+
+    Raises:
+        ConfigError: They disagree.
+    """
+    owned = any(_has_cpu_offload_policy(module) for module in model.modules())
+    if owned != config.cpu_offload:
+        has = "has" if owned else "has not"
+        raise ConfigError(
+            f"{label}: OffloadConfig(cpu_offload={config.cpu_offload}), but the model {has} FSDP's CPUOffloadPolicy",
+            (),
+            f"OffloadConfig(cpu_offload={owned})",
+        )
+
+
+def _has_cpu_offload_policy(module: nn.Module) -> bool:
+    get_state = getattr(module, "_get_fsdp_state", None)
+    if get_state is None:
+        return False
+    group = getattr(get_state(), "_fsdp_param_group", None)
+    return group is not None and type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy"

@@ -1,0 +1,12 @@
+"""One rank of a policy, and groups of ranks with one contract.
+
+    batch        what a batch must be
+    compute      logprobs, top-k, scores, values
+    train_step   gradients and one optimizer step
+    reference    the reference model: a copy swapped in, a module of its own, or an adapter switched off
+    checkpoint   files, verified and atomic
+    worker       one rank: module, optimizer, engine
+    group        how the driver talks to ranks: one reply each, ok, failed or lost
+
+Knows nothing of scopes, sessions or the audit log: facts are returned.
+"""

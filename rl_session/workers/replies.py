@@ -1,0 +1,121 @@
+"""What a worker is asked, and what it answers: plain values that can cross a process boundary.
+
+Knows nothing of who asks.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from rl_session.errors import RLSessionError
+from rl_session.lifecycle import Flags, Mode, Placement, Tier
+from rl_session.offload.engine import Notice
+from rl_session.planning import Moved
+
+__all__ = ["CallResult", "Changed", "Description", "Failed", "Ok", "Reply", "TransitionReply", "TransitionRequest"]
+
+
+@attrs.define(slots=False)
+class Ok:
+    """The rank did it; ``value`` is its answer."""
+
+    value: object
+
+
+@attrs.define(slots=False)
+class Failed:
+    """The rank could not, and is where it was before; the error, and its traceback as text."""
+
+    error: BaseException
+    traceback: str = ""
+
+
+@attrs.define(slots=False)
+class Lost:
+    """The rank did not answer; its state is unknown."""
+
+    cause: str
+
+
+Reply = Ok | Failed | Lost
+
+
+@attrs.define(slots=False, kw_only=True)
+class TransitionRequest:
+    """Go to a mode.
+
+    Attributes:
+        mode: The mode to reach.
+        flags: What decides the conditional cells.
+        stored: On the way out, the placement of the outer scope; None on the way in.
+        explicit: A placement no mode names (the shim's); it wins over everything.
+        leaves_library: Whether the caller is outside every scope afterwards, where anything may write.
+    """
+
+    mode: Mode
+    flags: Flags
+    stored: Placement | None = None
+    explicit: Placement | None = None
+    leaves_library: bool = False
+
+
+@attrs.define(slots=False, kw_only=True)
+class TransitionReply:
+    """What a transition did on one rank.
+
+    Attributes:
+        before: Where each component was, by scan.
+        placement: Where each component is now, by scan.
+        moved: What moved, with the seconds of each entry in ``seconds``.
+        dropped_bytes: Bytes of gradients dropped.
+        live_dropped: Whether some of them belonged to an open step.
+        device_bytes: Bytes on the device afterwards.
+        host_bytes: Bytes of host buffers in use afterwards.
+        notices: What to warn about.
+    """
+
+    before: Placement
+    placement: Placement
+    moved: tuple[Moved, ...]
+    seconds: tuple[float, ...]
+    dropped_bytes: int
+    live_dropped: bool
+    device_bytes: int
+    host_bytes: int
+    notices: tuple[Notice, ...]
+
+
+@attrs.define(slots=False)
+class Changed:
+    """Bytes of a component that appeared or vanished in a call: what it has now, at the tier it is at."""
+
+    component: str
+    tier: Tier
+    nbytes: int
+
+
+@attrs.define(slots=False)
+class CallResult:
+    """The answer of a compute call, what bytes it made or freed, and facts for records of their own."""
+
+    value: object
+    changed: tuple[Changed, ...] = ()
+    notes: tuple[tuple[str, dict[str, object]], ...] = ()
+
+
+@attrs.define(slots=False, kw_only=True)
+class Description:
+    """A rank as found at attach."""
+
+    mode: Mode
+    placement: Placement
+    nbytes: dict[str, int]
+    notices: tuple[Notice, ...]
+
+
+def error_of(reply: Failed) -> BaseException:
+    """The error of a failed reply, with the remote traceback as a note when there is one."""
+    error = reply.error
+    if reply.traceback and isinstance(error, RLSessionError):
+        error.add_note(reply.traceback)
+    return error

@@ -1,0 +1,456 @@
+"""Gradients, and one optimizer step over them.
+
+:class:`TrainStep` accumulates the gradients of any number of chunks and then steps once: :func:`train` uses it, and so
+does a step that is held open across scopes. Works on a module whose bytes are on its device. Knows nothing of
+placements, policies or ranks.
+
+Shape suffixes: b sequences of a micro-batch, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_session.errors import ArgumentError, BatchError, NonFiniteError, RLSessionError, StepClosedError
+from rl_session.metrics import MetricSum
+from rl_session.workers.batch import (
+    Batch,
+    counts,
+    micro_batches,
+    positive,
+    size,
+    slice_batch,
+    to_device,
+)
+from rl_session.workers.compute import Forward, grad_mode, module_mode
+
+__all__ = ["LossFn", "Masters", "OptimizerStepFailed", "TrainResult", "TrainStep", "evaluate", "train"]
+
+LossFn = Callable[[Tensor, Batch, Tensor, Tensor], tuple[Tensor, Mapping[str, Any]]]
+TrainResult = dict[str, Any]
+Masters = Sequence[tuple[Tensor, Tensor]]
+
+_LOSS_REMEDY = "return loss, {'name': number}   (loss: a 0-dim tensor computed from the logits)"
+_NON_FINITE_REMEDY = (
+    "look for log(0), 0 / 0 or overflow in the loss; the step is to be aborted, the weights are as before"
+)
+
+
+class OptimizerStepFailed(Exception):  # noqa: N818 (internal; named for what happened)
+    """``optimizer.step()`` itself raised: parameters and optimizer state may be half new, half old.
+
+    Attributes:
+        cause: What was raised; it may be a KeyboardInterrupt.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class TrainStep:
+    """One optimizer step: gradients of any number of chunks, then :meth:`commit` or :meth:`abort`.
+
+    With global counts each loss is normalised by them. Without, the loss gets counts of 1, and the commit divides
+    gradients, the summed loss and the summed metrics (not means, minima and maxima) by what was counted meanwhile:
+    tokens, or sequences when the loss has a ``loss_type`` that says "sequence".
+
+    Args:
+        forward: The model.
+        optimizer: What steps.
+        scheduler: Steps once with the commit.
+        max_grad_norm: The norm gradients are clipped to; None for no clipping.
+        masters: Pairs of a module's parameter and the float32 copy that the optimizer steps in its place.
+        global_valid_seqs: Valid sequences of the whole step.
+        global_valid_tokens: Valid tokens of the whole step. When only one count is given the other is NaN, so that a
+            loss that uses it fails loudly.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
+        masters: Masters = (),
+        global_valid_seqs: float | None = None,
+        global_valid_tokens: float | None = None,
+    ) -> None:
+        self.forward = forward
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        self.masters = masters
+        self.metrics = MetricSum()
+        self._given = global_valid_seqs is not None or global_valid_tokens is not None
+        self._normalisers = _normalisers(global_valid_seqs, global_valid_tokens)
+        self._loss = 0.0
+        self._counted = 0.0
+        self._level: str | None = None
+        self._num_chunks = 0
+        self._state = "open"
+
+    def __repr__(self) -> str:
+        return f"TrainStep({self._state}, {self._num_chunks} chunks)"
+
+    def forward_backward(self, chunk: Any, loss_fn: LossFn, mbs: int | None = None) -> None:
+        """Add the gradients of a chunk.
+
+        After an error the gradients are incomplete: the only thing left to do is :meth:`abort`.
+
+        Args:
+            chunk: A batch.
+            loss_fn: ``loss_fn(logits [b, S, V], batch, global_valid_seqs, global_valid_tokens) -> (loss, metrics)``;
+                the counts are 0-dim float32 tensors.
+            mbs: Sequences in one forward; None for all. The last micro-batch may be smaller.
+
+        Raises:
+            ArgumentError: The loss returned something else, or its level changed within the step.
+            BatchError: The batch, or ``mbs``, is wrong.
+            NonFiniteError: The loss is NaN or infinite; no backward was run on it.
+            StepClosedError: The step was committed, aborted, or has failed before.
+        """
+        self._check_open("forward_backward()")
+        checked = self.forward.checked(chunk, self.forward.named("forward_backward()"))
+        parts = micro_batches(checked, mbs)
+        self._count(checked, loss_fn)
+        self._state = "failed"  # until all of it is in
+        with grad_mode(enabled=True), module_mode(self.forward.module, "train"):
+            for micro in parts:
+                loss, value = _loss_of(
+                    self.forward, micro, loss_fn, self._normalisers, self.metrics, differentiable=True
+                )
+                loss.backward()
+                self._loss += value
+        self._num_chunks += 1
+        self._state = "open"
+
+    def commit(self, step_scheduler: bool = True) -> TrainResult:
+        """Normalise, clip, step the optimizer and the scheduler, and drop the gradients.
+
+        Args:
+            step_scheduler: Whether the scheduler steps too.
+
+        Returns:
+            ``{"loss": [1], "grad_norm": [1], "metrics": {...}}``: float32 on the CPU; the norm is that before clipping.
+
+        Raises:
+            ArgumentError: No chunk was given.
+            NonFiniteError: The gradient norm is NaN or infinite; nothing was stepped, the step is to be aborted.
+            OptimizerStepFailed: The optimizer's own step raised.
+            StepClosedError: The step was committed, aborted, or has failed before.
+        """
+        self._check_open("commit()")
+        if not self._num_chunks:
+            facts = ("no chunk was given to it",)
+            raise ArgumentError(
+                self.forward.named("commit() of an empty train step"), facts, "step.forward_backward(chunk, loss_fn)"
+            )
+        self._state = "failed"
+        factor = 1.0 if self._given or not self._counted else 1.0 / self._counted
+        with grad_mode(enabled=False):
+            self._prepare_gradients(factor)
+            grad_norm = self._clip()
+        self._step_optimizer()
+        self._drop_gradients()
+        self._state = "committed"
+        self.metrics = self.metrics.scaled(factor)
+        if step_scheduler and self.scheduler is not None:
+            self.scheduler.step()
+        return _result([self._loss * factor], [grad_norm], self.metrics)
+
+    def abort(self) -> None:
+        """Discard every gradient; parameters and optimizer state stay as they are. Does nothing after a commit."""
+        if self._state not in ("committed", "aborted"):
+            self._drop_gradients()
+            self._state = "aborted"
+
+    def _check_open(self, call: str) -> None:
+        if self._state == "open":
+            return
+        if self._state == "failed":
+            facts = ("an earlier call on it failed: its gradients are incomplete",)
+            raise StepClosedError(
+                self.forward.named(f"{call} on a failed train step"), facts, "step.abort(), then begin a new step"
+            )
+        facts = (f"it was {self._state} before",)
+        raise StepClosedError(self.forward.named(f"{call} on a closed train step"), facts, "step = policy.begin_step()")
+
+    def _count(self, chunk: Batch, loss_fn: LossFn) -> None:
+        if self._given:
+            return
+        level = _loss_level(loss_fn)
+        if self._level not in (None, level):
+            facts = (f"a chunk before was normalised by {self._level}, this one is by {level}",)
+            remedy = "one loss_type in a step, or begin_step(global_valid_seqs=..., global_valid_tokens=...)"
+            raise ArgumentError(
+                self.forward.named("forward_backward(): the losses of a step differ in level"), facts, remedy
+            )
+        self._level = level
+        valid_seqs, valid_tokens = counts(chunk)
+        self._counted += valid_seqs if level == "sequences" else valid_tokens
+
+    def _prepare_gradients(self, factor: float) -> None:
+        for parameter, master in self.masters:
+            grad, parameter.grad = parameter.grad, None  # at once, so that not all are there twice
+            master.grad = None if grad is None else grad.detach().to(master.dtype)
+        grads = [parameter.grad for parameter in self._stepped() if parameter.grad is not None]
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+
+    def _clip(self) -> float:
+        stepped = list(self._stepped())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in stepped if p.grad is not None])
+        if hasattr(norm, "full_tensor"):  # of sharded gradients
+            norm = norm.full_tensor()
+        value = float(norm)
+        if not math.isfinite(value):
+            facts = (f"the gradient norm is {value}", *self._bad_gradients())
+            raise NonFiniteError(
+                self.forward.named("the gradients of a train step are not finite"), facts, _NON_FINITE_REMEDY
+            )
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(stepped, self.max_grad_norm, norm)
+        return value
+
+    def _bad_gradients(self) -> tuple[str, ...]:
+        masters = {id(master): parameter for parameter, master in self.masters}
+        names = {id(parameter): name for name, parameter in self.forward.module.named_parameters()}
+        bad = [p for p in self._stepped() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        if not bad:
+            return ("each gradient is finite; their norm overflows",)
+        first = names.get(id(masters.get(id(bad[0]), bad[0])), f"a parameter of shape {list(bad[0].shape)}")
+        return (f"{len(bad)} gradients hold NaN or infinity, the first is that of {first}",)
+
+    def _step_optimizer(self) -> None:
+        try:
+            # State that a first step makes under the caller's inference_mode could not be updated by the next one.
+            with torch.inference_mode(mode=False):
+                self.optimizer.step()
+                with torch.no_grad():
+                    for parameter, master in self.masters:
+                        parameter.copy_(master)
+        except BaseException as error:
+            raise OptimizerStepFailed(error) from error
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.forward.module.zero_grad(set_to_none=True)
+        for parameter, master in self.masters:
+            parameter.grad = master.grad = None
+
+    def _stepped(self) -> Iterator[Tensor]:
+        """The parameters that the optimizer steps, masters included."""
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+
+def train(
+    forward: Forward,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss_fn: LossFn,
+    *,
+    gbs: int | None = None,
+    mbs: int | None = None,
+    scheduler: Any = None,
+    max_grad_norm: float | None = None,
+    masters: Masters = (),
+    metrics: MetricSum | None = None,
+    make_step: Callable[..., TrainStep] = TrainStep,
+) -> TrainResult:
+    """Make ``B / gbs`` optimizer steps and one scheduler step.
+
+    A step that fails is aborted; the steps before it stand, and a note on the error says how many there were.
+
+    Args:
+        forward: The model.
+        optimizer: What steps.
+        batch: The batch.
+        loss_fn: See :meth:`TrainStep.forward_backward`; it gets the counts of its global batch.
+        gbs: Sequences in one optimizer step; None for all. B has to be a multiple of it.
+        mbs: Sequences in one forward; None for all of a step. ``gbs`` has to be a multiple of it.
+        scheduler: Steps once, after the last optimizer step.
+        max_grad_norm: The norm gradients are clipped to; None for no clipping.
+        masters: Pairs of a module's parameter and the float32 copy that the optimizer steps in its place.
+        metrics: Where to sum metrics up, for a caller that merges ranks.
+        make_step: What makes a step, called as :class:`TrainStep` is.
+
+    Returns:
+        ``{"loss": [num_steps], "grad_norm": [num_steps], "metrics": {...}}``, float32 on the CPU.
+
+    Raises:
+        ArgumentError: The loss returned something else than a scalar with a gradient and metrics.
+        BatchError: The batch is wrong, or cannot be cut evenly.
+        NonFiniteError: A loss or a gradient norm is NaN or infinite.
+        OptimizerStepFailed: The optimizer's own step raised.
+    """
+    checked = forward.checked(batch, forward.named("train()"))
+    steps = _global_batches(checked, gbs, mbs, forward.named("train()"))
+    metrics = MetricSum() if metrics is None else metrics
+    losses: list[float] = []
+    norms: list[float] = []
+    for index, part in enumerate(steps):
+        valid_seqs, valid_tokens = counts(part)
+        step = make_step(
+            forward,
+            optimizer,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
+            masters=masters,
+            global_valid_seqs=valid_seqs,
+            global_valid_tokens=valid_tokens,
+        )
+        with _aborting(step, index, len(steps)):
+            step.forward_backward(part, loss_fn, mbs)
+            result = step.commit(step_scheduler=index == len(steps) - 1)
+        losses += result["loss"].tolist()
+        norms += result["grad_norm"].tolist()
+        metrics.merge(step.metrics)
+    return _result(losses, norms, metrics)
+
+
+def evaluate(
+    forward: Forward,
+    batch: Any,
+    loss_fn: LossFn,
+    gbs: int | None = None,
+    mbs: int | None = None,
+    *,
+    metrics: MetricSum | None = None,
+) -> TrainResult:
+    """The loss and metrics that :func:`train` would report, in eval and without gradients.
+
+    Args:
+        forward: The model.
+        batch: The batch.
+        loss_fn: As for :func:`train`; its loss needs no gradient.
+        gbs: As for :func:`train`.
+        mbs: As for :func:`train`.
+        metrics: Where to sum metrics up, for a caller that merges ranks.
+
+    Returns:
+        As :func:`train`, with a ``grad_norm`` of zeros.
+
+    Raises:
+        ArgumentError: The loss returned something else than a scalar and metrics.
+        BatchError: The batch is wrong, or cannot be cut evenly.
+        NonFiniteError: A loss is NaN or infinite.
+    """
+    call = forward.named("train(eval_mode=True)")
+    checked = forward.checked(batch, call)
+    steps = _global_batches(checked, gbs, mbs, call)
+    metrics = MetricSum() if metrics is None else metrics
+    losses: list[float] = []
+    with grad_mode(enabled=False), module_mode(forward.module, "eval"):
+        for part in steps:
+            normalisers = _normalisers(*counts(part))
+            values = (
+                _loss_of(forward, micro, loss_fn, normalisers, metrics, differentiable=False)[1]
+                for micro in micro_batches(part, mbs)
+            )
+            losses.append(math.fsum(values))
+    return _result(losses, [0.0] * len(losses), metrics)
+
+
+@contextmanager
+def _aborting(step: TrainStep, index: int, num_steps: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        step.abort()
+        if num_steps > 1 and isinstance(error, RLSessionError | OptimizerStepFailed):
+            error.add_note(f"in optimizer step {index + 1} of {num_steps}; the {index} before it stand")
+        raise
+
+
+def _global_batches(batch: Batch, gbs: int | None, mbs: int | None, call: str) -> list[Batch]:
+    num = size(batch)
+    each = num if gbs is None else positive("gbs", gbs)
+    if num % each:
+        facts = (f"the batch has {num} sequences, gbs is {each}: {num % each} would be left over",)
+        raise BatchError(f"{call}: the batch cannot be cut into global batches", facts, f"gbs=a divisor of {num}")
+    if mbs is not None and each % positive("mbs", mbs):
+        facts = (f"gbs is {each}, mbs is {mbs}: {each % mbs} would be left over",)
+        raise BatchError(f"{call}: a global batch cannot be cut into micro-batches", facts, f"mbs=a divisor of {each}")
+    return [slice_batch(batch, start, start + each) for start in range(0, num, each)]
+
+
+def _normalisers(valid_seqs: float | None, valid_tokens: float | None) -> tuple[float, float]:
+    if valid_seqs is None and valid_tokens is None:
+        return 1.0, 1.0
+    return tuple(math.nan if count is None else float(count) for count in (valid_seqs, valid_tokens))  # type: ignore[return-value]
+
+
+def _loss_level(loss_fn: LossFn) -> str:
+    level = getattr(loss_fn, "loss_type", "")
+    text = f"{level} {getattr(level, 'value', '')} {getattr(level, 'name', '')}"
+    return "sequences" if "sequence" in text.lower() else "tokens"
+
+
+def _loss_of(
+    forward: Forward,
+    micro: Batch,
+    loss_fn: LossFn,
+    normalisers: tuple[float, float],
+    metrics: MetricSum,
+    *,
+    differentiable: bool,
+) -> tuple[Tensor, float]:
+    """Loss of a micro-batch, and its value; its metrics are added."""
+    there = to_device(micro, forward.home())
+    logits_bSV = forward.logits(there)
+    # 0-dim float32: they do not promote the loss.
+    seqs, tokens = (torch.tensor(count, dtype=torch.float32, device=logits_bSV.device) for count in normalisers)
+    returned = loss_fn(logits_bSV, there, seqs, tokens)
+    loss, reported = _checked_loss(forward, returned, differentiable=differentiable)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        facts = (f"it is {value} for a micro-batch of {size(micro)} sequences", *_doubtful_counts(normalisers))
+        raise NonFiniteError(forward.named("the loss is not finite"), facts, _NON_FINITE_REMEDY)
+    metrics.add(reported)
+    return loss, value
+
+
+def _doubtful_counts(normalisers: tuple[float, float]) -> Iterable[str]:
+    for name, count in zip(("global_valid_seqs", "global_valid_tokens"), normalisers, strict=True):
+        if math.isnan(count):
+            yield f"{name} was not given to begin_step()"
+        elif count == 0:
+            yield f"{name} is 0: nothing in this global batch counts (token_mask, sample_mask)"
+
+
+def _checked_loss(forward: Forward, returned: Any, *, differentiable: bool) -> tuple[Tensor, Mapping[str, Any]]:
+    def refuse(facts: str, remedy: str = _LOSS_REMEDY) -> ArgumentError:
+        return ArgumentError(forward.named("the loss function returned something it must not"), (facts,), remedy)
+
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise refuse(f"a {type(returned).__name__}, not a pair (loss, metrics)")
+    loss, metrics = returned
+    if not isinstance(loss, Tensor):
+        raise refuse(f"a loss of type {type(loss).__name__}, not a tensor")
+    if loss.ndim or not loss.is_floating_point():
+        remedy = "return (loss * mask).sum() / global_valid_tokens, metrics"
+        raise refuse(f"a loss of shape {list(loss.shape)} and {loss.dtype}, not one floating-point number", remedy)
+    if differentiable and not loss.requires_grad:
+        remedy = (
+            "compute the loss from the logits, without .detach() or .item(); for nothing to learn: logits.sum() * 0"
+        )
+        raise refuse("a loss that no gradient can flow back from", remedy)
+    if not isinstance(metrics, Mapping):
+        raise refuse(f"metrics of type {type(metrics).__name__}, not a dict")
+    return loss, metrics
+
+
+def _result(losses: list[float], norms: list[float], metrics: MetricSum) -> TrainResult:
+    return {
+        "loss": torch.tensor(losses, dtype=torch.float32),
+        "grad_norm": torch.tensor(norms, dtype=torch.float32),
+        "metrics": metrics.result(),
+    }
