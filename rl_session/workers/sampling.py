@@ -221,24 +221,24 @@ def _mixed(value: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) of int64, wrapping."""
-    z = z * -0x61C8864680B583EB  # the golden ratio: neighbours end up far apart
+    """Output z of SplitMix64 seeded with 0 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    z = (z + 1) * -0x61C8864680B583EB  # the golden ratio: neighbours end up far apart
     z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
     return z ^ _shifted(z, 31)
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
-    return (z >> by) & (2 ** (64 - by) - 1)  # torch shifts the sign in
+    shifted: Tensor = (z >> by) & (2 ** (64 - by) - 1)  # torch shifts the sign in
+    return shifted
 
 
 def _noise(key: int, first_row: int, num: int, limit: int) -> Tensor:
     """One number in [0, 1) for each row and token, float64; a function of the key, the row and the position."""
     rows_b1 = _mix(torch.arange(first_row, first_row + num)[:, None] ^ key)
     bits_bT = _shifted(_mix(rows_b1 + torch.arange(limit)), 11)
-    return (bits_bT.double() * 2**-53).clamp_(
-        max=1 - 2**-52
-    )  # so that its product with a total stays below it, rounded
+    # Just below 1, so that its product with a total stays below the total, rounded too.
+    return (bits_bT.double() * 2**-53).clamp_(max=1 - 2**-52)
 
 
 class _Model(Protocol):

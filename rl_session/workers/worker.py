@@ -89,7 +89,9 @@ class Worker:
         masters = [master for _, master in spec.masters]
         self.sources = Sources(self.module, spec.optimizer, masters, reference, dict(spec.extras))
         self.engine = Engine(self.sources, device, pool, verify=spec.verify, pin=spec.pin, explain=explain)
-        self.forward = compute.Forward(spec.model, spec.forward_fn, spec.temperature)
+        self.forward = compute.Forward(
+            spec.model, spec.forward_fn, spec.temperature, device.torch_device, label=spec.label
+        )
         self.step: TrainStep | None = None
         self._mode = Mode.RESIDENT
         self._is_torn = False
@@ -249,7 +251,7 @@ class Worker:
         """Log-probabilities of the tokens under the live weights."""
         checked = check_batch(batch, "get_logprobs()")
         return CallResult(
-            compute.get_logprobs(self.forward, self._to_device(checked), temperature=temperature, mbs=mbs)
+            compute.get_logprobs(self.forward, checked, temperature=temperature, mbs=mbs)
         )
 
     def get_reference_policy_logprobs(
@@ -271,32 +273,31 @@ class Worker:
         swaps: list[Swap] = []
         stays_valid = MODE_TABLE[self._mode].read_only
         with self._reference.active(stays_valid=stays_valid, swaps=swaps) as module:
-            forward = compute.Forward(module, self.spec.forward_fn, self.spec.temperature)
+            forward = attrs.evolve(self.forward, module=module)
             value = compute.get_logprobs(
-                forward, self._to_device(checked), temperature=temperature, mbs=mbs, key="reference_logprobs"
+                forward, checked, temperature=temperature, mbs=mbs, key="reference_logprobs"
             )
         return CallResult(value, notes=tuple(("reference.swapped", attrs.asdict(swap)) for swap in swaps))
 
     def get_topk_logits(self, batch: Any, k: int, mbs: int | None = None) -> CallResult:
         """The k largest next-token logits."""
         checked = check_batch(batch, "get_topk_logits()")
-        return CallResult(compute.get_topk_logits(self.forward, self._to_device(checked), k, mbs=mbs))
+        return CallResult(compute.get_topk_logits(self.forward, checked, k, mbs=mbs))
 
     def score(self, batch: Any) -> CallResult:
         """One score a sequence."""
-        return CallResult(compute.score(self.forward, self._to_device(check_batch(batch, "score()"))))
+        return CallResult(compute.score(self.forward, check_batch(batch, "score()")))
 
     def get_values(self, batch: Any) -> CallResult:
         """One value a token."""
-        return CallResult(compute.get_values(self.forward, self._to_device(check_batch(batch, "get_values()"))))
+        return CallResult(compute.get_values(self.forward, check_batch(batch, "get_values()")))
 
-    def generate(self, batch: Any, params: SamplingParams, stream: int) -> CallResult:
-        """Continue prompts with the live weights; ``stream`` numbers the calls of one seeded engine."""
+    def generate(self, batch: Any, params: SamplingParams) -> CallResult:
+        """Continue prompts with the live weights."""
         checked = check_batch(batch, "generate()")
-        value = sample(
-            self.spec.model, self._to_device(checked), params, forward_fn=self.spec.forward_fn, stream=stream
+        return CallResult(
+            sample(self.spec.model, self._to_device(checked), params, forward_fn=self.spec.forward_fn)
         )
-        return CallResult(value)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class Worker:
             OptimizerStepError: ``optimizer.step()`` failed and was undone.
             FaultedError: It failed and could not be undone.
         """
-        checked = self._to_device(check_batch(batch, "train()"))
+        checked = check_batch(batch, "train()")
         if eval_mode:
             return CallResult(evaluate(self.forward, checked, loss_fn, gbs=gbs, mbs=mbs))
         optimizer = self._need_optimizer("train()")
@@ -446,7 +447,7 @@ class Worker:
     def forward_backward(self, chunk: Any, loss_fn: Any, mbs: int | None) -> CallResult:
         """Add the gradients of a chunk to the open step."""
         step = self._open_step("forward_backward()")
-        checked = self._to_device(check_batch(chunk, "forward_backward()"))
+        checked = check_batch(chunk, "forward_backward()")
         with self._accounted() as changed:
             try:
                 step.forward_backward(checked, loss_fn, mbs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import io
 import json
 import os
 import pickle
@@ -34,7 +35,9 @@ class TiedModel(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, width)
-        self.conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        with torch.no_grad():
+            self.conv.weight.set_(self.conv.weight.contiguous(memory_format=torch.channels_last))  # type: ignore[call-overload]
         self.norm = nn.BatchNorm1d(width)
         self.head = nn.Linear(width, 12, bias=False)
         self.head.weight = self.embed.weight
@@ -43,7 +46,9 @@ class TiedModel(nn.Module):
         self.register_buffer("cache", torch.randn(5), persistent=False)
 
     def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
-        return self.head(self.norm(self.embed(tokens))).square().mean() + self.conv(image).square().mean()
+        words: Tensor = self.head(self.norm(self.embed(tokens)))
+        picture: Tensor = self.conv(image)
+        return words.square().mean() + picture.square().mean()
 
 
 class Box:
@@ -899,6 +904,32 @@ def test_a_disk_known_to_be_too_small_is_not_filled(where: Path, monkeypatch: py
     assert "No space left" in caught.value.cause
 
 
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"]
+)
+def test_a_failure_inside_a_tensor_is_not_hidden_by_what_torch_makes_of_it(
+    failure: BaseException, where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaking(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            if len(data) > 1000:
+                raise failure
+            return super().write(data) or 0
+
+    real = Path.open
+
+    def open_file(self: Path, mode: str = "r", *args: Any, **keywords: Any) -> Any:
+        return Breaking(self, "w") if self.suffix == ".distcp" and "w" in mode else real(self, mode, *args, **keywords)
+
+    monkeypatch.setattr(Path, "open", open_file)
+    keywords: dict[str, Any] = {"optimizer": None, "param_names": {}, "scheduler": None, "read": Tensor.detach}
+    expected = KeyboardInterrupt if isinstance(failure, KeyboardInterrupt) else CheckpointWriteError
+    with pytest.raises(expected) as caught:
+        checkpoint.save(where, module_tensors={"w": torch.ones(5000)}, **keywords)
+    if isinstance(caught.value, CheckpointWriteError):
+        assert caught.value.cause.startswith("OSError: [Errno 28]")
+
+
 def test_a_file_size_limit_reached_half_way_leaves_the_old_checkpoint(where: Path) -> None:
     program = """
 import resource, sys, warnings
@@ -919,7 +950,7 @@ print(checkpoint.open_checkpoint(sys.argv[1]))
 """
     done = subprocess.run([sys.executable, "-c", program, str(where)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "refused:" in done.stdout
+    assert "refused: OSError: [Errno 27] File too large" in done.stdout
     assert "1 tensors" in done.stdout
 
 
@@ -945,9 +976,10 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
     checkpoint.save(path, module_tensors=small, **keywords)
     if not checked:
         monkeypatch.setattr(directory, "free_nbytes", lambda path: 0)
-    with pytest.raises(CheckpointWriteError, match="bytes needed: 400,000"):
+    with pytest.raises(CheckpointWriteError, match="bytes needed: 400,000") as caught:
         checkpoint.save(path, module_tensors=large, **keywords)
     assert [p.name for p in tiny_disk.iterdir()] == ["last"]
+    assert "No space left on device" in caught.value.cause
     checkpoint.open_checkpoint(path).apply(small, None, {}, None, Tensor.detach)
 
 

@@ -66,7 +66,6 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
-        self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}

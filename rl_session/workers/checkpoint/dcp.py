@@ -103,10 +103,19 @@ def _plainly() -> Iterator[None]:
             )
             yield
     except CheckpointException as error:
-        originals = [original for original, _ in error.failures.values()]
-        # An interrupt before anything else: it is the user's.
-        originals.sort(key=lambda original: isinstance(original, Exception))
-        raise originals[0] from error
+        raise _original(next(original for original, _ in error.failures.values())) from error
+
+
+def _original(error: BaseException) -> BaseException:
+    """What happened first, where closing torch's archive after it raised a ``RuntimeError`` of its own (measured)."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    interrupts = [link for link in chain if not isinstance(link, Exception)]
+    system_errors = [link for link in chain if isinstance(link, OSError)]
+    return [*interrupts, *system_errors, error][0]
 
 
 def parse_metadata(directory: Path, files: Mapping[str, Any], tables: Mapping[str, Any]) -> metadata.Metadata:
