@@ -6,7 +6,7 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-SMOKE := --steps 2
+SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

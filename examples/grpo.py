@@ -7,7 +7,7 @@ nothing of placement: each phase says its mode, and the scope does the moves.
 
     python examples/grpo.py                  about a minute and a half on one core
     python examples/grpo.py --no-offload     the same losses to the last bit, and nothing moves
-    python examples/grpo.py --steps 2        a smoke run
+    python examples/grpo.py --steps 2 --warmup-steps 2     a smoke run
 
 Group-relative advantages: https://arxiv.org/abs/2402.03300, section 4.1. The KL estimate: http://joschu.net/blog/kl-approx.html (k3).
 
@@ -177,9 +177,7 @@ def warm_up(policy: rs.Policy, entries: list[Entry], progress: Progress) -> None
             policy.train(supervised_batch(entries[start : start + WARMUP_BATCH]), cross_entropy_loss)
 
 
-def roll_out(
-    policy: rs.Policy, engine: rs.InProcessEngine, dataset: Any, entries: list[Entry]
-) -> tuple[Batch, Tensor]:
+def roll_out(policy: rs.Policy, engine: rs.InProcessEngine, dataset: Any, entries: list[Entry]) -> tuple[Batch, Tensor]:
     """Sample one response for each entry and score it; returns the batch and the rewards ``[B]``."""
     prompts = [prompt_ids(entry) for entry in entries]
     prompt_lengths_B = lengths(prompts)
@@ -229,7 +227,7 @@ def grpo_step(
 
 def run(arguments: argparse.Namespace, session: rs.Session, console: Console) -> tuple[float, float]:
     """The whole job; returns the held-out reward before and after GRPO."""
-    num_warmup = WARMUP_STEPS * WARMUP_BATCH
+    num_warmup = arguments.warmup_steps * WARMUP_BATCH
     dataset, train, held_out = build_task(arguments.seed, num_warmup + arguments.steps * NUM_PROMPTS)
     model = build_model(arguments.seed, arguments.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LR, weight_decay=0.0)
@@ -242,7 +240,9 @@ def run(arguments: argparse.Namespace, session: rs.Session, console: Console) ->
         # The moments stay: a fresh AdamW begins with a kick away from the reference.
         optimizer.param_groups[0]["lr"] = GRPO_LR
         policy = session.attach(model, optimizer, name="actor", max_grad_norm=MAX_GRAD_NORM, reference="copy")
-        engine = rs.InProcessEngine(policy, max_new_tokens=MAX_WORD + 2, stop_ids=[EOS], pad_id=PAD, seed=arguments.seed)
+        engine = rs.InProcessEngine(
+            policy, max_new_tokens=MAX_WORD + 2, stop_ids=[EOS], pad_id=PAD, seed=arguments.seed
+        )
         before = roll_out(policy, engine, dataset, held_out)[1].mean().item()
         rng = random.Random(arguments.seed)
         task = progress.add_task("GRPO", total=arguments.steps)
@@ -252,7 +252,9 @@ def run(arguments: argparse.Namespace, session: rs.Session, console: Console) ->
                 row = grpo_step(policy, engine, dataset, train[start : start + NUM_PROMPTS], rng)
             progress.update(task, advance=1, description=f"GRPO, reward {row['reward']:.3f}")
             if arguments.losses or (step + 1) % 10 == 0 or step + 1 == arguments.steps:
-                console.print(f"step {step + 1:3d}  reward {row['reward']:.3f}  kl {row['kl']:.4f}  loss {row['loss']!r}")
+                console.print(
+                    f"step {step + 1:3d}  reward {row['reward']:.3f}  kl {row['kl']:.4f}  loss {row['loss']!r}"
+                )
         after = roll_out(policy, engine, dataset, held_out)[1].mean().item()
     return before, after
 
@@ -289,14 +291,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=80, help="GRPO steps (default 80)")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=WARMUP_STEPS, help=f"supervised steps (default {WARMUP_STEPS})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default 0)")
     parser.add_argument("--device", default="cpu", help="cpu (an emulated device) or cuda (default cpu)")
     parser.add_argument("--no-offload", action="store_true", help="never move anything; the losses are the same")
     parser.add_argument("--losses", action="store_true", help="print every step's loss, to compare runs bit for bit")
     parser.add_argument("--log", type=Path, help="the audit log (default runs/grpo-<seed>.jsonl)")
     arguments = parser.parse_args(argv)
-    if arguments.steps < 1:
-        parser.error("--steps must be at least 1")
+    if arguments.steps < 1 or arguments.warmup_steps < 1:
+        parser.error("--steps and --warmup-steps must be at least 1")
     return arguments
 
 

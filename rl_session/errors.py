@@ -267,3 +267,12 @@ class OptimizerStepError(WorldError):
     """``optimizer.step()`` failed half-way; parameters and optimizer state were restored from their host copies."""
 
     code = "RLS309"
+
+
+def _name_publicly() -> None:
+    """Give every error the name users import it by: a traceback then ends in ``rl_session.ModeError: [RLS101] ...``."""
+    for name in __all__:
+        globals()[name].__module__ = "rl_session"
+
+
+_name_publicly()

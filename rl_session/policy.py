@@ -21,6 +21,7 @@ from rl_session.driver.handles import (
     RefitCalls,
     TrainingCalls,
     ValueCalls,
+    ValueTrainingCalls,
 )
 from rl_session.errors import ConfigError, UsageError
 from rl_session.lifecycle import Component, Mode, Placement
@@ -57,7 +58,7 @@ class TrainableModel:
 
     # -- scopes --------------------------------------------------------------------------------------------------
 
-    def training_mode(self, *, acquire_timeout: float | None = None) -> Scope[TrainingCalls]:
+    def training_mode(self, *, acquire_timeout: float | None = None) -> Scope[Any]:
         """A scope with everything on the device, in train mode with autograd.
 
         Args:
@@ -206,14 +207,15 @@ class TrainableModel:
             OpenStepError: A step is open already, or gradients of a backward of your own are live.
         """
         step = Step(self._control, call_site())
-        self._control.call(
-            "begin_step",
-            global_valid_seqs,
-            global_valid_tokens,
-            needs_owner=True,
-            then=lambda result: events.StepOpened(changed=Control.changes(result.changed)),
-        )
-        self._control.step = step
+        with self._control.changing():  # an interrupt between the two would leave a step that nobody holds
+            self._control.call(
+                "begin_step",
+                global_valid_seqs,
+                global_valid_tokens,
+                needs_owner=True,
+                then=lambda result: events.StepOpened(changed=Control.changes(result.changed)),
+            )
+            self._control.step = step
         return step
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -294,6 +296,14 @@ class Policy(TrainableModel):
     def __init__(self, control: Control, device: Device, on_close: Callable[[TrainableModel], None]) -> None:
         super().__init__(control, device, on_close)
         self._engines: list[InProcessEngine] = []
+
+    def training_mode(self, *, acquire_timeout: float | None = None) -> Scope[TrainingCalls]:
+        """A scope with everything on the device, in train mode with autograd.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
+        """
+        return super().training_mode(acquire_timeout=acquire_timeout)
 
     def logprob_mode(self, *, acquire_timeout: float | None = None) -> Scope[LogprobCalls]:
         """A scope with the weights on the device for inference, in eval mode under no_grad.
@@ -470,6 +480,14 @@ class ValueModel(TrainableModel):
     """
 
     _kind = "value"
+
+    def training_mode(self, *, acquire_timeout: float | None = None) -> Scope[ValueTrainingCalls]:
+        """A scope with everything on the device, in train mode with autograd.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the model; None gives up at once.
+        """
+        return super().training_mode(acquire_timeout=acquire_timeout)
 
     def inference_mode(self, *, acquire_timeout: float | None = None) -> Scope[ValueCalls]:
         """A scope with the weights on the device for inference, in eval mode under no_grad.

@@ -22,6 +22,7 @@ from rl_session.driver.callsite import call_site
 from rl_session.driver.control import Control, Frame
 from rl_session.driver.handles import Handle
 from rl_session.driver.interrupts import DeferredInterrupt
+from rl_session.driver.ownership import Token
 from rl_session.errors import OwnershipError, RLSessionError, ScopeReuseError, StepClosedError
 from rl_session.lifecycle import MODE_TABLE, Mode
 from rl_session.workers.group import LocalGroup
@@ -54,6 +55,7 @@ class Scope(Generic[H_co]):
         self._mode = mode
         self._spelling = spelling
         self._timeout = acquire_timeout
+        self._token: Token | None = None
         self._frame: Frame | None = None
         self._state = "not entered"
 
@@ -65,15 +67,15 @@ class Scope(Generic[H_co]):
 
     def __enter__(self) -> H_co:
         site = self._use_once()
-        with DeferredInterrupt() as interrupt:
-            frame = self._enter(site, self._timeout)
-            try:
+        try:
+            self._token = self._control.acquire(self._spelling, site, self._timeout)
+            with self._control.changing():
+                frame = self._enter(site)
                 frame.undo = self._set_forwards(frame)
-            except BaseException as error:
-                self._leave(frame, error)
-                raise
-            if interrupt.fired:  # the block will never run: leave before the interrupt is handed on
-                self._leave(frame, KeyboardInterrupt())
+        except BaseException as error:  # also an interrupt that waited for the move to end: the block will never run
+            with DeferredInterrupt():
+                self._abandon(error)
+            raise
         return self._handle()
 
     def __exit__(
@@ -94,26 +96,28 @@ class Scope(Generic[H_co]):
         self._state = "entering"
         return site
 
-    def _enter(self, site: str, timeout: float | None) -> Frame:
-        try:
-            self._frame = self._control.enter(self, self._mode, self._spelling, site, timeout=timeout)
-        except BaseException:
-            self._state = "failed to enter"
-            raise
+    def _enter(self, site: str) -> Frame:
+        self._frame = self._control.enter(self, self._mode, self._spelling, site)
         self._state = "active"
         return self._frame
 
-    def _leave(self, frame: Frame, error: BaseException | None) -> None:
-        self._state = "exited"
-        self._control.leave(frame, error)
+    def _abandon(self, error: BaseException) -> None:
+        """Undo what there is of an entry whose block will not run."""
+        if self._frame is not None:
+            self._leave_after(error)
+            return
+        self._state = "failed to enter"
+        if self._token is not None:
+            self._control.let_go(self._token)
 
     def _leave_after(self, error: BaseException | None) -> None:
         """Leave; the body's error wins, and one on the way out becomes a note on it."""
         if self._frame is None:
             return
+        self._state = "exited"
         try:
-            self._leave(self._frame, error)
-        except RLSessionError as failure:
+            self._control.leave(self._frame, error)
+        except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"and while leaving {self._spelling}: {failure}")
@@ -127,7 +131,7 @@ class Scope(Generic[H_co]):
         forwards = MODE_TABLE[self._mode].forwards
         if not isinstance(group, LocalGroup) or forwards not in ("train", "eval"):
             return None
-        modules = group.worker.forward_mode(self._mode)
+        modules = group.worker.forward_mode(self._mode, trusting_root=not frame.moved)
         if modules is not None:
             modules.__enter__()
         thread, grad_was_on = threading.get_ident(), torch.is_grad_enabled()
@@ -145,28 +149,27 @@ class Scope(Generic[H_co]):
 
     async def __aenter__(self) -> H_co:
         site = self._use_once()
-        await self._acquire(site)
         try:
-            frame, cancelled = await _shielded(lambda: self._enter(site, None))
-        except BaseException:
-            if not self._control.frames:
-                self._control.ownership.release()
+            self._token = await self._acquire(site)
+            _, cancelled = await _shielded(lambda: self._enter(site))
+            if cancelled is not None:
+                raise cancelled
+        except BaseException as error:
+            failed = error
+            await _shielded(lambda: self._abandon(failed))
             raise
-        if cancelled is not None:
-            await _shielded(lambda: self._leave(frame, cancelled))
-            raise cancelled
         return self._handle()
 
-    async def _acquire(self, site: str) -> None:
+    async def _acquire(self, site: str) -> Token:
         """Take ownership in this task, so that a thread that works for it is recognised."""
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        deadline = time.monotonic() + (self._timeout or 0.0)
         while True:
+            if self._control.has_orphans:
+                await _shielded(self._control.close_orphans)
             try:
-                self._control.ownership.acquire(self._spelling, site)
-                return
+                return self._control.acquire(self._spelling, site)
             except OwnershipError:
-                if deadline is None or time.monotonic() >= deadline:
-                    self._state = "failed to enter"
+                if time.monotonic() >= deadline:
                     raise
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -184,19 +187,22 @@ async def _shielded(work: Callable[[], T]) -> tuple[T, asyncio.CancelledError | 
 
     Returns:
         The result, and the cancellation that arrived meanwhile, if one did.
+
+    Raises:
+        CancelledError: A cancellation arrived and the work failed; its error is the cause, and a note.
     """
     context = contextvars.copy_context()
     future = asyncio.get_running_loop().run_in_executor(None, context.run, work)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
-            await asyncio.shield(future)
+            await asyncio.wait([future])
         except asyncio.CancelledError as error:
-            if future.cancelled():
-                raise
             cancelled = error
-        except BaseException:
-            break  # the work's own error; result() raises it below
+    failure = future.exception()
+    if failure is not None and cancelled is not None:
+        cancelled.add_note(f"and meanwhile: {failure}")
+        raise cancelled from failure
     return future.result(), cancelled
 
 
@@ -302,6 +308,7 @@ class Step:
         self._control.end_step()
 
     def __enter__(self) -> Self:
+        self._check_open("entering `with`")
         return self
 
     def __exit__(

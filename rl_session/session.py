@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rl_session.audit import AuditLog, events
 from rl_session.config import OffloadConfig, Verify, check_choice
 from rl_session.driver.control import Control
-from rl_session.driver.run import Run
+from rl_session.driver.run import Run, error_text
 from rl_session.errors import ClosedError, ConfigError, OptimizerError, RLSessionError, UnsupportedError
 from rl_session.lifecycle import Mode, Release
 from rl_session.offload.device import Device, as_device
@@ -61,6 +61,7 @@ class Session:
         if verify is not None:
             check_choice("Session", "verify", verify, ("off", "checksum"))
         OffloadConfig(host_budget=host_budget)  # the same check, and the same message
+        self._is_implicit = False
         self._opened_at = time.perf_counter()
         self._closed = False
         self._participants: list[TrainableModel] = []
@@ -140,6 +141,7 @@ class Session:
             raise ConfigError(f"{label}: the name is taken in this session", (), f'attach(..., name="{name}2")')
         _check_model(spec.model, spec.optimizer, label)
         _check_optimizer(spec, label)
+        _check_scheduler(spec.scheduler, label)
         _check_cpu_offload(spec.model, config, label)
         spec.label, spec.pin = label, config.pin
         spec.verify = (config.verify or self._run.verify) == "checksum"
@@ -170,6 +172,8 @@ class Session:
     def _forget(self, participant: TrainableModel) -> None:
         if participant in self._participants:
             self._participants.remove(participant)
+        if self._is_implicit and not self._participants:
+            self.close()
 
     def _check_open(self, attempted: str) -> None:
         if self._closed:
@@ -214,8 +218,9 @@ class Session:
                 failures.append(error)
         self._run.pool.trim()
         first = body if body is not None else failures[0] if failures else None
-        text = None if first is None else f"{type(first).__name__}: {first}".splitlines()[0]
-        self._run.log.write(events.SessionClosed(error=text, seconds=time.perf_counter() - self._opened_at))
+        self._run.log.write(
+            events.SessionClosed(error=error_text(first), seconds=time.perf_counter() - self._opened_at)
+        )
         self._run.log.close()
         if failures and body is None:
             raise failures[0]
@@ -276,7 +281,10 @@ def attach(
         OptimizerError: The optimizer does not belong to the model.
         ConfigError: A configuration value is wrong or contradicts the model.
     """
-    return (session or Session()).attach(
+    if session is None:
+        session = Session()
+        session._is_implicit = True  # it ends with its only participant
+    return session.attach(
         model,
         optimizer,
         name=name,
@@ -368,6 +376,24 @@ def _check_optimizer(spec: WorkerSpec, label: str) -> None:
             f"{label}: the optimizer shares no parameter with the model",
             (f"parameters of the model: {len(own)}, of the optimizer: {len(stepped)}",),
             "build it over model.parameters(), or map its fp32 copies with masters={parameter: master}",
+        )
+
+
+def _check_scheduler(scheduler: object, label: str) -> None:
+    """A scheduler is stepped without arguments, after weights have changed: one that needs them is refused before.
+
+    Raises:
+        UnsupportedError: It has no ``step()``, or needs a metric.
+    """
+    if scheduler is None:
+        return
+    if not callable(getattr(scheduler, "step", None)) or isinstance(
+        scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+    ):
+        raise UnsupportedError(
+            f"{label}: {type(scheduler).__name__} cannot be stepped without a metric",
+            ("train() and commit() call scheduler.step()",),
+            "attach without scheduler=, and call scheduler.step(metric) in the loop",
         )
 
 

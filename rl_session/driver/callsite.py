@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import sys
 from pathlib import Path
 
 __all__ = ["call_site"]
 
-_PACKAGE = str(Path(__file__).parent.parent)
-_SKIPPED = (_PACKAGE, str(Path(sys.modules["contextlib"].__file__ or "").name))
+_SKIPPED = (
+    str(Path(__file__).parent.parent) + os.sep,
+    str(Path(asyncio.__file__).parent) + os.sep,
+    contextlib.__file__,
+)
 
 
 def call_site() -> str:
@@ -16,7 +22,7 @@ def call_site() -> str:
     frame = sys._getframe(1)  # noqa: SLF001 (inspect.stack() reads source files; this is on every scope's way)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name.startswith(_PACKAGE) or name.endswith("contextlib.py") or "/asyncio/" in name):
+        if not name.startswith(_SKIPPED):
             return f"{Path(name).name}:{frame.f_lineno}"
         if frame.f_back is None:
             break

@@ -17,8 +17,9 @@ from typing import Any
 import attrs
 
 from rl_session.audit import events
-from rl_session.driver.ownership import Ownership
-from rl_session.driver.run import Run
+from rl_session.driver.interrupts import DeferredInterrupt
+from rl_session.driver.ownership import Ownership, Token
+from rl_session.driver.run import Run, error_text
 from rl_session.errors import (
     ClosedError,
     FaultedError,
@@ -108,6 +109,7 @@ class Control:
         self, name: str, kind: str, group: WorkerGroup, run: Run, flags: Flags, first: Description, base: Mode
     ) -> None:
         self.name = name
+        self.kind = kind
         self.label = f"{kind} {name!r}"
         self.group = group
         self.run = run
@@ -123,8 +125,10 @@ class Control:
         self.last_move = "nothing has moved since attach"
         self.step: Any = None
         """The user's open train step, if one is open."""
+        self._explicit: Placement | None = None
         self._pending_release = False
         self._calls = 0
+        self._is_moving = False
         self._record = run.recorder(name)
         self._record(
             events.PolicyCreated(
@@ -157,28 +161,54 @@ class Control:
         Raises:
             ClosedError: It was closed or detached.
             FaultedError: A failure could not be undone; the message names the cause and the cure.
+            ScopeError: A transition is running, and something it calls (a cache hook) asks for more.
         """
         if self.closed:
-            raise ClosedError(f"{self.label}: {attempted} after {self.closed}", (), "attach the model again")
+            facts = (f"mode: {self.mode}, open scopes: none", f"last moved by: {self.last_move}")
+            raise ClosedError(
+                f"{self.label}: {attempted} after {self.closed}", facts, "policy = rs.attach(model, optimizer)"
+            )
         if self.fault is not None:
             raise FaultedError(
                 f"{self.label}: {attempted} on a faulted policy",
                 (f"since: {self.fault.attempted}", *self.fault.facts),
-                "policy.recover(), or policy.load_checkpoint(path)",
+                "policy.recover()  # or policy.load_checkpoint(path)",
                 self.fault.cause,
             )
-        if self.frames:
-            self._close_orphans()
+        if self._is_moving:
+            raise ScopeError(
+                f"{self.label}: {attempted} while a transition is running",
+                self.explain()[1],
+                "policy.add_cache_hook(hook)  # of a hook that leaves the policy alone",
+            )
+        self.close_orphans()
 
-    def _close_orphans(self) -> None:
+    @property
+    def has_orphans(self) -> bool:
+        """Whether the innermost scope was lost. O(1), and no lock is taken."""
+        frames = self.frames
+        return bool(frames) and frames[-1].holder() is None
+
+    def close_orphans(self) -> None:
         """Close scopes whose object is gone: an interrupt struck between entry and the block, or nobody kept them."""
-        while self.frames and self.frames[-1].holder() is None:
-            frame = self.frames[-1]
-            message = f"{frame.describe()} was entered and never left (interrupted?); it is closed now"
-            self._record(events.WarningIssued(code="orphaned_scope", message=message), scope_id=frame.scope_id)
-            self._close_frame(frame, "orphaned")
-        if not self.frames:
-            self.ownership.release()
+        if not self.has_orphans:
+            return
+        with self.changing():
+            try:
+                while self.has_orphans:
+                    frame = self.frames[-1]
+                    message = f"{frame.describe()} was entered and never left (interrupted?); it is closed now"
+                    self._record(events.WarningIssued(code="orphaned_scope", message=message), scope_id=frame.scope_id)
+                    self._close_frame(frame, "orphaned")
+            finally:
+                if not self.frames:
+                    self.ownership.release()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block that changes modes: alone, and not broken off by Ctrl-C. Waiting for the others may be."""
+        with self.lock, DeferredInterrupt():
+            yield
 
     def _warn(self, notices: Any, transition_id: int | None = None) -> None:
         for notice in notices:
@@ -191,62 +221,63 @@ class Control:
 
     # -- scopes --------------------------------------------------------------------------------------------------
 
-    def enter(
-        self,
-        holder: Any,
-        mode: Mode,
-        spelling: str,
-        call_site: str,
-        *,
-        via: str = "scope",
-        timeout: float | None = None,
-    ) -> Frame:
-        """Open a scope.
+    def acquire(self, spelling: str, call_site: str, timeout: float | None = None) -> Token:
+        """Become the owner, which :meth:`enter` and :meth:`switch` ask for; undone by :meth:`let_go`.
 
         Raises:
-            OwnershipError, NestingError, ScopeError: It may not be opened here; nothing changed.
+            OwnershipError: Another thread, task or process is.
+        """
+        self.ownership.check_process(spelling)
+        self.close_orphans()  # their owner may be gone with them
+        return self.ownership.acquire(spelling, call_site, timeout)
+
+    def let_go(self, token: Token) -> None:
+        """Stop being the owner, unless a scope is open: then the end of that scope does it."""
+        if not self.frames:
+            self.ownership.release(token)
+
+    def enter(self, holder: Any, mode: Mode, spelling: str, call_site: str, *, via: str = "scope") -> Frame:
+        """Open a scope; the caller is the owner.
+
+        Raises:
+            NestingError, ScopeError: It may not be opened here; nothing changed.
             RLSessionError: The transition failed and was rolled back; the outer mode stands.
         """
-        self.ownership.acquire(spelling, call_site, timeout)
-        try:
-            with self.lock:
-                self.ready(spelling)
-                self.ownership.acquire(spelling, call_site, timeout)  # an orphan's ownership went with it
-                self._check_nesting(mode, spelling, call_site)
-                frame = self._open_frame(holder, mode, spelling, call_site)
-                depth = len(self.frames)
-                self.frames.append(frame)
-        except BaseException:
-            if not self.frames:
-                self.ownership.release()
-            raise
-        self._record(
-            events.ScopeEntered(
-                mode=mode.value, outer_mode=frame.outer_mode.value, depth=depth, via=via, call_site=call_site
-            ),
-            scope_id=frame.scope_id,
-        )
-        return frame
+        with self.lock:
+            self.ready(spelling)
+            self._check_nesting(mode, spelling, call_site)
+            frame = self._open_frame(holder, mode, spelling, call_site)
+            self.frames.append(frame)
+            self._record(
+                events.ScopeEntered(
+                    mode=mode.value,
+                    outer_mode=frame.outer_mode.value,
+                    depth=len(self.frames) - 1,
+                    via=via,
+                    call_site=call_site,
+                ),
+                scope_id=frame.scope_id,
+            )
+            return frame
 
     def _check_nesting(self, mode: Mode, spelling: str, call_site: str) -> None:
         if self._calls:
             raise ScopeError(
                 f"{self.label}: {spelling} at {call_site} inside a running compute call",
                 self.explain()[1],
-                "leave loss functions and forwards free of scopes",
+                f"with policy.{spelling}: ...  # around the call, not inside its loss or forward",
             )
         if self.frames and not may_nest(self.frames[-1].mode, mode):
             outer = self.frames[-1]
             raise NestingError(
                 f"{self.label}: {spelling} at {call_site} inside {outer.describe()}",
                 self.explain()[1],
-                f"leave {outer.spelling} first: its block ends before {spelling} begins",
+                f"with policy.{spelling}: ...  # after the block of {outer.spelling} has ended",
             )
 
     def _open_frame(self, holder: Any, mode: Mode, spelling: str, call_site: str) -> Frame:
         outer_mode = self.mode
-        if self._pending_release:
-            self._retry_release(spelling)
+        self._retry_release(spelling)
         scope_id = self.run.next_scope_id()
         placement = self.frames[-1].placement if self.frames else self.resting
         moves = mode is not self.mode
@@ -266,25 +297,30 @@ class Control:
         """
         with self.lock:
             if frame not in self.frames:
-                message = f"{frame.describe()} was closed before, with a scope around it"
+                message = f"{frame.describe()} was closed before: with a scope around it, or with the policy"
                 self._record(
                     events.WarningIssued(code="scope_already_closed", message=message), scope_id=frame.scope_id
                 )
                 return
             inner = self.frames[self.frames.index(frame) + 1 :]
             failures = [self._try_close(left_open, "left open") for left_open in reversed(inner)]
-            failures.append(self._try_close(frame, _text(error)))
+            failures.append(self._try_close(frame, error_text(error)))
             if not self.frames:
                 self.ownership.release()
-        for failure in failures:
-            if failure is not None:
-                raise failure
         if inner:
-            raise ScopeOrderError(
-                f"{self.label}: {frame.describe()} was left while scopes inside it were open",
-                (f"closed first: {', '.join(f.describe() for f in reversed(inner))}",),
-                "leave scopes in the reverse order of entry; `with` blocks do",
-            )
+            failures.append(self._order_error(frame, inner))
+        raised = [failure for failure in failures if failure is not None]
+        for other in raised[1:]:
+            raised[0].add_note(f"and then: {other}")
+        if raised:
+            raise raised[0]
+
+    def _order_error(self, frame: Frame, inner: list[Frame]) -> ScopeOrderError:
+        return ScopeOrderError(
+            f"{self.label}: {frame.describe()} was left while scopes inside it were open",
+            (f"closed first: {', '.join(f.describe() for f in reversed(inner))}", *self.explain()[1]),
+            f"with policy.{frame.spelling}: ...  # `with` blocks end in the reverse order of entry",
+        )
 
     def _try_close(self, frame: Frame, error: str | None) -> BaseException | None:
         try:
@@ -313,27 +349,32 @@ class Control:
                     mode=frame.mode.value,
                     restored_mode=outer_mode.value,
                     seconds=time.perf_counter() - frame.entered_at,
-                    error=error or _text(failure),
+                    error=error or error_text(failure),
                 ),
                 scope_id=frame.scope_id,
             )
 
-    def _go_outside(self, outer_mode: Mode, reason: str, scope_id: int) -> None:
+    def _go_outside(self, outer_mode: Mode, reason: str, scope_id: int | None) -> None:
+        """Go to the mode of what is the innermost scope now, or of rest; whatever fails, that mode is in effect.
+
+        A release that failed is pending: what moves next tries it again.
+        """
         stored = self.frames[-1].placement if self.frames else self.resting
+        explicit = None if self.frames else self._explicit
         try:
-            self._transition(outer_mode, reason, scope_id=scope_id, stored=stored, rests=not self.frames)
-        except RLSessionError:
+            self._transition(
+                outer_mode, reason, scope_id=scope_id, stored=stored, explicit=explicit, rests=not self.frames
+            )
+        except BaseException:
             if self.fault is None:
                 self._pending_release = True
                 self.mode = outer_mode
             raise
 
-    def _retry_release(self, spelling: str) -> None:
+    def _retry_release(self, attempted: str) -> None:
         """The way out of an earlier scope failed: make up for it before anything else."""
-        stored = self.frames[-1].placement if self.frames else self.resting
-        self._transition(
-            self.mode, f"pending release, before {spelling}", scope_id=None, stored=stored, rests=not self.frames
-        )
+        if self._pending_release:
+            self._go_outside(self.mode, f"pending release, before {attempted}", None)
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
@@ -347,22 +388,30 @@ class Control:
             OwnershipError: Another owner is at work.
             RLSessionError: The transition failed and was rolled back; the resting mode stands.
         """
-        self.ownership.check(spelling)
-        with self.lock:
-            self.ready(spelling)
-            if self.frames or self._calls:
-                raise ScopeError(
-                    f"{self.label}: {spelling} at {call_site} inside {self.frames[-1].describe() if self.frames else 'a call'}",
-                    self.explain()[1],
-                    "call it outside every scope, or open a scope: with policy.offloaded(): ...",
-                )
-            same = mode is self.mode is self.resting_mode and explicit is None
-            if same and not self._pending_release and not evict:
-                return
-            flags = attrs.evolve(self.flags, release="eager") if evict and self.flags.release == "lazy" else self.flags
-            reason = f"{spelling} at {call_site}"
-            reply = self._transition(mode, reason, scope_id=None, explicit=explicit, flags=flags, rests=True)
-            self.resting, self.resting_mode = reply.placement, mode
+        token = self.acquire(spelling, call_site)
+        try:
+            with self.changing():
+                self.ready(spelling)
+                self._check_outside(spelling, call_site)
+                same = mode is self.mode is self.resting_mode and explicit is None is self._explicit
+                if same and not self._pending_release and not evict:
+                    return
+                lazy = evict and self.flags.release == "lazy"
+                flags = attrs.evolve(self.flags, release="eager") if lazy else self.flags
+                reason = f"{spelling} at {call_site}"
+                reply = self._transition(mode, reason, scope_id=None, explicit=explicit, flags=flags, rests=True)
+                self.resting, self.resting_mode, self._explicit = reply.placement, mode, explicit
+        finally:
+            self.let_go(token)
+
+    def _check_outside(self, spelling: str, call_site: str) -> None:
+        if self.frames or self._calls:
+            inside = self.frames[-1].describe() if self.frames else "a running compute call"
+            raise ScopeError(
+                f"{self.label}: {spelling} at {call_site} inside {inside}",
+                self.explain()[1],
+                "with policy.offloaded(): ...  # or call it outside every scope",
+            )
 
     def _transition(
         self,
@@ -387,11 +436,14 @@ class Control:
         request = TransitionRequest(
             mode=mode, flags=flags or self.flags, stored=stored, explicit=explicit, leaves_library=rests
         )
+        self._is_moving = True
         try:
             answers = self._values(self.group.call("transition", request), reason)
         except BaseException as error:
             self._record_failure(error, from_mode, mode, number, scope_id)
             raise
+        finally:
+            self._is_moving = False
         reply = answers[0]
         assert isinstance(reply, TransitionReply)
         self.mode = mode
@@ -446,7 +498,7 @@ class Control:
     ) -> None:
         kind = events.TransitionFailed if isinstance(error, FaultedError) else events.TransitionRolledBack
         self._record(
-            kind(from_mode=from_mode.value, to_mode=mode.value, error=_text(error)),
+            kind(from_mode=from_mode.value, to_mode=mode.value, error=error_text(error)),
             scope_id=scope_id,
             transition_id=number,
         )
@@ -466,6 +518,8 @@ class Control:
         return [reply.value for reply in replies if isinstance(reply, Ok)]
 
     def _become_faulted(self, error: RLSessionError) -> None:
+        if self.fault is not None:  # a recovery that failed: the cause is the one before
+            return
         self.fault = error
         self.end_step()
         self._record(events.PolicyFaulted(cause=f"{error.attempted}: {error.cause}", remedy=error.remedy))
@@ -496,23 +550,26 @@ class Control:
             RLSessionError: What the call itself raised.
         """
         gate = method if gate is None else gate
-        if needs_owner:
-            self.ownership.check(f"{gate}()")
         self.ownership.check_process(f"{method}()")
+        if needs_owner:
+            self.close_orphans()  # their owner may be gone with them
+            self.ownership.check(f"{method}()")
         with self._serialised():
             self.ready(f"{method}()")
             self.check_mode(gate)
+            if gate in CALL_NEEDS:
+                self._retry_release(f"{method}()")
             mode, start = self.mode, time.perf_counter()
             try:
                 results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
             except BaseException as error:
                 changed = getattr(error, "rl_changed", ())
-                self._record_call(method, mode, start, _text(error), changed)
+                self._record_notes(getattr(error, "rl_notes", ()))
+                self._record_call(method, mode, start, error_text(error), changed)
                 raise
             result = results[0]
             assert isinstance(result, CallResult)
-            for name, fields in result.notes:
-                self._record(events.EVENTS[name](**fields))
+            self._record_notes(result.notes)
             self._record_call(method, mode, start, None, result.changed)
             if then is not None:
                 self._record(then(result))
@@ -520,6 +577,7 @@ class Control:
 
     def call_plain(self, method: str, *args: Any) -> Any:
         """As :meth:`call`, for a method that is legal everywhere and returns its value as it is."""
+        self.ownership.check_process(f"{method}()")
         with self._serialised():
             self.ready(f"{method}()")
             mode, start = self.mode, time.perf_counter()
@@ -551,8 +609,13 @@ class Control:
         raise ModeError(
             f"{self.label}: {shown} {self._why_not(needs)}",
             (*self.explain()[1], f"legal in: {listed}"),
-            f"with policy.{scope_to_write(gate)}(): policy.{shown.replace('()', '(...)')}",
+            f"with policy.{self.scope_to_write(gate)}(): policy.{shown.replace('()', '(...)')}",
         )
+
+    def scope_to_write(self, call: str) -> str:
+        """The method whose scope makes ``call`` legal, as this kind of model spells it."""
+        method = scope_to_write(call)
+        return "inference_mode" if self.kind == "value" and method == "logprob_mode" else method
 
     def _why_not(self, needs: tuple[Component, ...]) -> str:
         """In words: what is missing, where it is; or only that the mode does not allow it."""
@@ -561,6 +624,10 @@ class Control:
         if not away:
             return f"is not legal in {self.mode} mode"
         return f"needs {', '.join(need.name for need in away)} on the device, but they are on the host"
+
+    def _record_notes(self, notes: Any) -> None:
+        for name, fields in notes:
+            self._record(events.EVENTS[name](**fields))
 
     def _record_call(self, method: str, mode: Mode, start: float, error: str | None, changed: Any) -> None:
         self._record(
@@ -600,17 +667,19 @@ class Control:
             FaultedError: There is nothing to restore from.
             CheckpointError: The checkpoint cannot be loaded.
         """
-        with self.lock:
+        with self.changing():
             self.end_step()
             origin = str(self.ask("recover", path))
             self.fault = None
             self._drop_frames("recovered")
             self._record(events.PolicyRecovered(origin=origin))
-            self._transition(self.resting_mode, "recover()", scope_id=None, rests=True)
+            self._go_outside(self.resting_mode, "recover()", None)
             return origin
 
     def _drop_frames(self, why: str) -> None:
         """Close every scope without a transition."""
+        if not self.frames:
+            return
         fault, self.fault = self.fault, self.fault or FaultedError(why)
         try:
             while self.frames:
@@ -621,7 +690,7 @@ class Control:
 
     def close(self, how: str) -> None:
         """Close open scopes, give the model back whole, and refuse everything from now on. Idempotent."""
-        with self.lock:
+        with self.changing():
             if self.closed:
                 return
             self._drop_frames(how)
@@ -634,10 +703,3 @@ class Control:
             self.group.close()
             self.closed = how
             self._record(events.PolicyClosed(reason=how))
-
-
-def _text(error: BaseException | None) -> str | None:
-    if error is None:
-        return None
-    first = str(error).splitlines()[0] if str(error) else ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ __all__ = [
     "RefitCalls",
     "TrainingCalls",
     "ValueCalls",
+    "ValueTrainingCalls",
 ]
 
 Batch = Mapping[str, Any]
@@ -42,7 +43,17 @@ class Anywhere(Protocol):
         ...
 
 
-class LogprobCalls(Anywhere, Protocol):
+class EvaluationCalls(Anywhere, Protocol):
+    """Calls that are legal wherever the weights are on the device."""
+
+    def train(
+        self, batch: Batch, loss_fn: LossFn, *, gbs: int | None = None, mbs: int | None = None, eval_mode: Literal[True]
+    ) -> Result:
+        """The loss of a batch, without gradients and optimizer steps."""
+        ...
+
+
+class LogprobCalls(EvaluationCalls, Protocol):
     """Calls that are legal in ``logprob_mode()``."""
 
     def get_logprobs(self, batch: Batch, *, temperature: float | None = None, mbs: int | None = None) -> Result:
@@ -64,8 +75,8 @@ class LogprobCalls(Anywhere, Protocol):
         ...
 
 
-class TrainingCalls(LogprobCalls, Protocol):
-    """Calls that are legal in ``training_mode()``."""
+class _StepCalls(Protocol):
+    """Calls that change weights."""
 
     def train(
         self, batch: Batch, loss_fn: LossFn, *, gbs: int | None = None, mbs: int | None = None, eval_mode: bool = False
@@ -82,6 +93,10 @@ class TrainingCalls(LogprobCalls, Protocol):
         ...
 
 
+class TrainingCalls(_StepCalls, LogprobCalls, Protocol):
+    """Calls that are legal in ``training_mode()``."""
+
+
 class GenerationCalls(LogprobCalls, Protocol):
     """Calls that are legal in ``generation_mode()`` of an in-process engine."""
 
@@ -90,12 +105,16 @@ class GenerationCalls(LogprobCalls, Protocol):
         ...
 
 
-class ValueCalls(Anywhere, Protocol):
+class ValueCalls(EvaluationCalls, Protocol):
     """Calls that are legal in a value model's ``inference_mode()``."""
 
     def get_values(self, batch: Batch) -> Result:
         """One value a token."""
         ...
+
+
+class ValueTrainingCalls(_StepCalls, ValueCalls, Protocol):
+    """Calls that are legal in a value model's ``training_mode()``."""
 
 
 class RefitCalls(Anywhere, Protocol):
@@ -129,15 +148,19 @@ class Handle:
     def __init__(self, target: Any, mode: Mode) -> None:
         self._target = target
         self._mode = mode
-        self._calls = frozenset(_METHOD_OF_CALL.get(call, call) for call in MODE_TABLE[mode].calls)
+        legal = {_METHOD_OF_CALL.get(call, call) for call in MODE_TABLE[mode].calls}
+        self._calls = frozenset(call for call in legal if hasattr(target, call))
 
     def __getattr__(self, name: str) -> Any:
         if name in self._calls:
             return getattr(self._target, name)
-        listed = ", ".join(sorted(self._calls - {"forward_backward", "commit", "publish"}))
+        scope = scope_to_write(name)
+        if not hasattr(self._target, scope):
+            scope = "inference_mode"
         hint = ""
-        if modes_allowing(name):
-            hint = f"; write: with policy.{scope_to_write(name)}() as handle: handle.{name}(...)"
+        if modes_allowing(name) and hasattr(self._target, name):
+            hint = f"; write: with policy.{scope}() as handle: handle.{name}(...)"
+        listed = ", ".join(sorted(self._calls))
         raise AttributeError(f"the handle of {self._mode} mode has no {name!r} (it has {listed}){hint}")
 
     def __dir__(self) -> list[str]:

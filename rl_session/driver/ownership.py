@@ -22,13 +22,12 @@ __all__ = ["Ownership", "Token"]
 
 @attrs.define(eq=False)
 class Token:
-    """Proof of ownership, valid until it is closed."""
+    """Proof of ownership, as long as it is the one that :class:`Ownership` holds."""
 
     thread: int
     thread_name: str
     task: asyncio.Task[object] | None
     call_site: str
-    is_open: bool = True
 
     def describe(self) -> str:
         """Who holds it, for messages."""
@@ -78,7 +77,7 @@ class Ownership:
             raise OwnershipError(
                 f"{self._label}: {attempted} in process {os.getpid()}",
                 (f"the policy belongs to process {self._pid}",),
-                "use it in the process that attached it, or build it on workers",
+                "policy = rs.attach(model, optimizer)  # in the process that uses it",
             )
 
     def acquire(self, attempted: str, call_site: str, timeout: float | None = None) -> Token:
@@ -122,16 +121,19 @@ class Ownership:
         raise OwnershipError(
             f"{self._label}: {attempted} from another owner{waited}",
             (f"owner: {holder.describe()}", f"you: {_describe_caller()}"),
-            "leave the scope there first, or wait for it: policy.training_mode(acquire_timeout=60)",
+            "with policy.training_mode(acquire_timeout=60): ...  # waits until the owner leaves its scope",
         )
 
-    def release(self) -> None:
-        """Stop being the owner, and wake those who wait."""
+    def release(self, token: Token | None = None) -> None:
+        """End an ownership, and wake those who wait.
+
+        Args:
+            token: Which one; nothing happens when it is over already. None for whichever there is.
+        """
         with self._changed:
-            if self._token is not None:
-                self._token.is_open = False
-            self._token = None
-            self._changed.notify_all()
+            if token is None or token is self._token:
+                self._token = None
+                self._changed.notify_all()
 
 
 def _describe_caller() -> str:

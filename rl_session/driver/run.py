@@ -15,7 +15,7 @@ from rl_session.config import Verify
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
 
-__all__ = ["Run"]
+__all__ = ["Run", "error_text"]
 
 
 class Run:
@@ -53,3 +53,14 @@ class Run:
             return self.log.write(event, policy=policy, scope_id=scope_id, transition_id=transition_id, step=self.step)
 
         return write
+
+
+def error_text(error: BaseException | None) -> str | None:
+    """An error in one line, as records have it."""
+    if error is None:
+        return None
+    try:
+        first = (str(error).splitlines() or [""])[0]
+    except Exception:  # an error of the user's that cannot even be printed must not keep a scope open
+        first = ""
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

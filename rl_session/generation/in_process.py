@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["InProcessEngine"]
 
-_STREAM = 0x9E37_79B9_7F4A_7C15
-"""Distance between the seeds of successive calls: the 64-bit golden ratio, so that seeds of engines do not meet."""
-
 
 class InProcessEngine:
     """Samples from a policy's own weights, batched, with a KV cache where the model has one.
@@ -62,7 +59,7 @@ class InProcessEngine:
             top_k=top_k,
             top_p=top_p,
             max_new_tokens=max_new_tokens,
-            stop_ids=tuple(stop_ids),
+            stop_ids=stop_ids,
             pad_id=pad_id,
             seed=seed,
             mbs=mbs,
@@ -95,8 +92,6 @@ class InProcessEngine:
             NonFiniteError: NaN in the logits.
         """
         params = attrs.evolve(self.params, **overrides)
-        if params.seed is not None:
-            params = attrs.evolve(params, seed=(params.seed + _STREAM * self._num_calls) % 2**63)
-        result: dict[str, Any] = self.policy._control.call("generate", batch, params)  # noqa: SLF001
+        result: dict[str, Any] = self.policy._control.call("generate", batch, params, self._num_calls)  # noqa: SLF001
         self._num_calls += 1
         return result

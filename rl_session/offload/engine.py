@@ -101,12 +101,17 @@ class Snapshot:
     freed_in_place: frozenset[str]
     nbytes: dict[str, dict[Tier, int]]
 
+    def orphans(self) -> list[Unit]:
+        """Records of storages that are away and that no component reaches any more, though a user holds them."""
+        return [unit for key, unit in self.units.items() if key not in self.inventory.storages]
+
 
 @attrs.define
 class _Transaction:
     """What has been done so far, in a form that can be undone."""
 
     freed: list[Unit] = attrs.field(factory=list)
+    emptied: list[Unit] = attrs.field(factory=list)
     onloaded: list[Unit] = attrs.field(factory=list)
     buffered: list[Unit] = attrs.field(factory=list)
     copied: list[Unit] = attrs.field(factory=list)
@@ -173,6 +178,10 @@ class Engine:
         unit = record if record is not None else self._new_unit(found)
         if unit.tier is Tier.DEVICE and found.storage.nbytes() < unit.nbytes:
             self._refuse_foreign_offload(found.name)
+        is_hidden = unit.storage is not None and (unit.host is not None or unit.tier is Tier.NONE)
+        if is_hidden and not unit.aliases.keys() >= found.aliases.keys():
+            unit.remember_aliases(found.aliases.values())
+            self._hide(unit, found.components[0])
         unit.remember_aliases(found.aliases.values())
         unit.needs.setdefault(self, unit.tier)
         return is_new and unit.tier is Tier.DEVICE
@@ -188,6 +197,7 @@ class Engine:
             nbytes=found.storage.nbytes(),
             weak=tensors.weak_storage(found.storage),
             name=found.name,
+            component=found.components[0],
             tier=Tier.DEVICE if resident else Tier.HOST,
             storage=None if resident else found.storage,
         )
@@ -203,7 +213,7 @@ class Engine:
         )
 
     def _forget_vanished(self, inventory: Inventory) -> dict[int, Unit]:
-        """Drop records of storages that nobody reaches any more, and keep those a user still holds."""
+        """Drop records of storages that nobody reaches any more, and keep those that are away and a user still holds."""
         mine: dict[int, Unit] = {}
         for key, record in list(self.device.units.items()):
             if self not in record.needs:
@@ -292,8 +302,10 @@ class Engine:
             transaction = _Transaction()
             try:
                 self._offload(todo, snapshot, transaction, seconds, notices)
-                self._drop(todo.drops, snapshot)
+                self._drop([move for move in todo.drops if move.from_tier is Tier.DEVICE], snapshot, transaction)
                 self._onload(todo, snapshot, transaction, seconds)
+                # Nothing can fail any more: gradients on the host are given up only now.
+                self._drop([move for move in todo.drops if move.from_tier is not Tier.DEVICE], snapshot, transaction)
             except BaseException as error:
                 self._undo(transaction, error)
                 self._reraise(error, todo)
@@ -318,7 +330,13 @@ class Engine:
             )
             for key, found in snapshot.inventory.storages.items()
             for unit in (snapshot.units[key],)
-        ]
+        ] + [self._orphan_facts(unit) for unit in snapshot.orphans()]
+
+    def _orphan_facts(self, unit: Unit) -> StorageFacts:
+        """What was away when the policy let go of it, and a user still holds: it comes home with the parameters."""
+        floor = max(unit.floor_for(self), Tier.HOST, key=lambda tier: tier.height)
+        follows = (Component.PARAMS,)
+        return StorageFacts(unit.key, unit.component, follows, unit.nbytes, unit.tier, clean=False, floor=floor)
 
     def _offload(
         self,
@@ -425,22 +443,36 @@ class Engine:
             "change weights in training_mode() or through the optimizer; the next attempt copies this storage",
         )
 
-    def _drop(self, moves: Sequence[Move], snapshot: Snapshot) -> None:
-        """Let go of gradients: by ``p.grad = None``, or in place where views of a flat buffer live on."""
-        for move in moves:
-            unit = snapshot.units[move.key]
-            found = snapshot.inventory.storages[move.key]
-            slots = {id(entry.tensor) for entry in found.entries if entry.is_grad_slot}
-            if slots == set(found.aliases) and tensors.num_holders(found.storage) == len(slots):
-                self._clear_slots(slots)
-                unit.release_host()
-                del snapshot.inventory.storages[move.key], snapshot.units[move.key], self.device.units[move.key]
-            else:
-                self._free_in_place(unit, found)
+    def _drop(self, moves: Sequence[Move], snapshot: Snapshot, transaction: _Transaction) -> None:
+        """Let go of gradients: by ``p.grad = None``, or in place where views of a flat buffer live on.
 
-    def _clear_slots(self, slots: set[int]) -> None:
+        The frees come first, because they can fail. A later failure brings a flat buffer back as zeros, and no ``p.grad``:
+        what is dropped was consumed, or the user said to discard it.
+        """
+        in_slots = {move.key for move in moves if self._is_in_slots(move, snapshot)}
+        for move in moves:
+            if move.key not in in_slots:
+                self._free_in_place(snapshot.units[move.key], snapshot.inventory.storages[move.key], transaction)
+        for key in in_slots:
+            self._clear_slots(snapshot.inventory.storages.pop(key))
+            snapshot.units.pop(key).release_host()
+            del self.device.units[key]
+
+    def _is_in_slots(self, move: Move, snapshot: Snapshot) -> bool:
+        """Whether ``p.grad = None`` lets go of a storage: nothing but ``.grad`` is over it, and it is no flat buffer.
+
+        A gradient that has its storage to itself is let go of also when the user has a view of it: the view keeps the bytes.
+        """
+        found = snapshot.inventory.storages[move.key]
+        slots = {id(entry.tensor): entry.tensor for entry in found.entries if entry.is_grad_slot}
+        if slots.keys() != found.aliases.keys():
+            return False
+        is_alone = len(slots) == 1 and found.entries[0].tensor.nbytes == move.nbytes
+        return is_alone or tensors.num_holders(found.storage) == len(slots)
+
+    def _clear_slots(self, found: Found) -> None:
         for parameter in self._owners_of_gradients():
-            if parameter.grad is not None and id(parameter.grad) in slots:
+            if parameter.grad is not None and id(parameter.grad) in found.aliases:
                 parameter.grad = None
 
     def _owners_of_gradients(self) -> list[Tensor]:
@@ -448,13 +480,14 @@ class Engine:
         groups = optimizer.param_groups if optimizer is not None else []
         return [*self.sources.module.parameters(), *(p for g in groups for p in g["params"]), *self.sources.masters]
 
-    def _free_in_place(self, unit: Unit, found: Found) -> None:
-        unit.storage = found.storage
-        if unit.tier is Tier.DEVICE:
+    def _free_in_place(self, unit: Unit, found: Found, transaction: _Transaction) -> None:
+        was, unit.tier, unit.storage = unit.tier, Tier.NONE, found.storage
+        self.stamps.consume(entry.tensor for entry in found.entries)  # the zeros that come back are nobody's gradients
+        self._hide(unit, Component.GRADS)
+        if was is Tier.DEVICE:
+            transaction.emptied.append(unit)
             self.device.free([found.storage])
         unit.release_host()
-        unit.tier = Tier.NONE
-        self._hide(unit, Component.GRADS)
 
     def _onload(
         self,
@@ -512,10 +545,10 @@ class Engine:
 
     def _commit(self, snapshot: Snapshot, target: Placement, transaction: _Transaction) -> None:
         for unit in transaction.onloaded:
-            components = snapshot.inventory.storages[unit.key].components
+            found = snapshot.inventory.storages.get(unit.key)
             unit.tier, unit.storage = Tier.DEVICE, None
             self._reveal(unit)
-            if components == (Component.GRADS,):
+            if found is None or found.components == (Component.GRADS,):
                 unit.release_host()  # gradients change every step: their buffers are worth more to the next one
             elif unit.host is not None:
                 unit.validate_host()
@@ -528,14 +561,17 @@ class Engine:
     def _undo(self, transaction: _Transaction, cause: BaseException) -> None:
         """Put everything back: first give memory back, then bring in what was freed."""
         try:
+            self.device.synchronize()  # no copy may still be under way into memory that is freed next
             for alias, old in transaction.swapped:
                 alias.data = old
             taken = [u for u in transaction.onloaded if u.storage is not None and u.storage.nbytes() > 0]
             self.device.free([u.storage for u in taken if u.storage is not None])
-            gone = [u for u in transaction.freed if u.storage is not None and u.storage.nbytes() == 0]
-            storages = [u.storage for u in gone if u.storage is not None]
-            self.device.allocate(storages, [u.nbytes for u in gone])
-            self.device.copy_in([(s, _host(u)) for s, u in zip(storages, gone, strict=True)])
+            gone = {u: u.storage for u in transaction.freed if u.storage is not None and u.storage.nbytes() == 0}
+            empty = {u: u.storage for u in transaction.emptied if u.storage is not None and u.storage.nbytes() == 0}
+            self.device.allocate([*gone.values(), *empty.values()], [u.nbytes for u in (*gone, *empty)])
+            self.device.copy_in([(storage, _host(unit)) for unit, storage in gone.items()])
+            for storage in empty.values():
+                tensors.byte_alias(storage).zero_()
             self.device.synchronize()
         except BaseException as second:
             label, facts = self.explain()
@@ -545,7 +581,7 @@ class Engine:
                 "policy.recover()",
                 f"{type(second).__name__}: {second}",
             ) from cause
-        for unit in transaction.freed:
+        for unit in (*transaction.freed, *transaction.emptied):
             unit.tier, unit.storage = Tier.DEVICE, None
             self._reveal(unit)
         for unit in transaction.copied:
@@ -680,9 +716,13 @@ class Engine:
         with library_access():
             for unit in self._own_units():
                 storage = unit.storage
-                if storage is None or unit.host is None or unit.tier is Tier.NONE:
+                if storage is None:
                     continue
-                if storage.nbytes() > 0:
+                if unit.tier is Tier.NONE:
+                    self.device.free([storage])
+                elif unit.host is None:
+                    continue
+                elif storage.nbytes() > 0:
                     self._refill(unit, storage)
                     self._reveal(unit)
                 else:
@@ -695,7 +735,7 @@ class Engine:
     def _refill(self, unit: Unit, storage: torch.UntypedStorage) -> None:
         self.device.copy_in([(storage, _host(unit))])
         self.device.synchronize()
-        unit.tier, unit.storage = Tier.DEVICE, None
+        unit.tier, unit.storage, unit.host_valid = Tier.DEVICE, None, False
 
     # -- leaving -------------------------------------------------------------------------------------------------
 

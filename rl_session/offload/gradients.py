@@ -23,11 +23,12 @@ class GradientStamps:
         self._stamps: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def consume(self, gradients: Iterable[Tensor]) -> None:
-        """Stamp gradients as consumed; called from the optimizer's step post-hook."""
+        """Stamp gradients as consumed: by an optimizer step, or because they were dropped."""
         with library_access():
-            self._stamps = {
-                id(grad): (weakref.ref(grad), grad._version) for grad in gradients if not grad.is_inference()
-            }
+            self._stamps = {key: stamp for key, stamp in self._stamps.items() if stamp[0]() is not None}
+            self._stamps.update(
+                {id(grad): (weakref.ref(grad), grad._version) for grad in gradients if not grad.is_inference()}
+            )
 
     def is_live(self, gradient: Tensor) -> bool:
         """Whether nobody has consumed ``gradient`` since it was last written."""

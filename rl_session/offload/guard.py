@@ -5,8 +5,9 @@ everything but metadata; identity, ``isinstance`` and weak references hold. Hook
 the optimizer catch what happens without touching a tensor in Python, and name the better remedy. Backward through a graph
 made before is caught on the outputs of the guarded forwards.
 
-Not caught: a view the user made before the move and we never saw (the engine warns about it), and C entry points that
-bypass ``__torch_function__`` (``Tensor.set_`` with an away source, ``torch.utils.dlpack``). Knows nothing of how bytes move.
+Not caught: a view the user made before the move and we never saw (the engine warns about it); a graph made by calling a
+submodule directly; and C entry points that never ask ``__torch_function__`` of an argument: ``torch.tensor(away)``,
+``other.set_(away)``, ``other.data = away``, ``torch.utils.dlpack.to_dlpack``, ``torch.vmap``. Knows nothing of how bytes move.
 """
 
 from __future__ import annotations
@@ -125,6 +126,17 @@ def _name_of(func: Any) -> str:
     return f"{name}()" if not name.startswith("__") else name
 
 
+_NOT_INTERCEPTED = ("as_subclass", "set_")
+"""Methods of a tensor that never ask ``__torch_function__``."""
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_touch(getattr(Tensor, name), (args, kwargs))
+
+    return refuse
+
+
 def _away_class(cls: type[Tensor]) -> type[Tensor]:
     away = _AWAY_CLASSES.get(cls)
     if away is None:
@@ -133,6 +145,7 @@ def _away_class(cls: type[Tensor]) -> type[Tensor]:
             "__module__": "rl_session",
             "__doc__": f"A {cls.__name__} whose bytes are away; everything but metadata raises OffloadedAccessError.",
         }
+        body.update((name, _refusing(name)) for name in _NOT_INTERCEPTED)
         away = type(f"Away{cls.__name__}", (cls,), body)
         _AWAY_CLASSES[cls] = away
         _AWAY_TYPES.add(away)
@@ -160,13 +173,17 @@ def describe_away(tensor: Tensor) -> AwayNote | None:
     return entry[1] if entry is not None and type(tensor) in _AWAY_TYPES else None
 
 
-def _outputs(output: Any) -> Iterable[Any]:
-    """The values of a forward's result: a tensor, a sequence, or a mapping (Hugging Face outputs are mappings)."""
+def _outputs(output: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors of a forward's result, in sequences, mappings (Hugging Face outputs are) and attributes of objects."""
     if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(output, Mapping):
-        return output.values()
-    return output if isinstance(output, tuple | list) else ()
+        yield output
+    elif depth:
+        if isinstance(output, Mapping):
+            inner: Iterable[Any] = output.values()
+        else:
+            inner = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
+        for value in inner:
+            yield from _outputs(value, depth - 1)
 
 
 @attrs.define(eq=False)
@@ -243,7 +260,7 @@ class Guard:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for value in _outputs(output):
-            if isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None:
+            if value.requires_grad and value.grad_fn is not None:
                 value.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:

@@ -103,7 +103,7 @@ class HostPool:
             missing = [size for size, buffer in zip(sizes, taken, strict=True) if buffer is None]
             try:
                 fresh = iter(self._allocate(missing, device, pin=pin))
-            except HostMemoryError:
+            except BaseException:
                 for buffer in taken:
                     if buffer is not None:
                         self._put_idle(buffer)
@@ -157,12 +157,18 @@ class HostPool:
             return []
         self._check_budget(sum(sizes))
         small = [size for size in sizes if size < _SHARED_BELOW]
+        blocks: list[_Block] = []
         try:
-            shared = iter(self._cut(small, device, pin=pin))
+            shared = iter(self._cut(small, blocks, device, pin=pin))
             buffers = [
-                next(shared) if size < _SHARED_BELOW else self._cut([size], device, pin=pin)[0] for size in sizes
+                next(shared) if size < _SHARED_BELOW else self._cut([size], blocks, device, pin=pin)[0]
+                for size in sizes
             ]
-        except RuntimeError as error:
+        except BaseException as error:
+            for block in blocks:
+                block.release()
+            if not isinstance(error, RuntimeError | MemoryError):
+                raise
             raise HostMemoryError(
                 f"host pool: the host has no room for {sum(sizes)} more bytes", (), "free host memory", str(error)
             ) from error
@@ -180,12 +186,13 @@ class HostPool:
                 "raise host_budget, or keep more on the device",
             )
 
-    def _cut(self, sizes: Sequence[int], device: Device | None, *, pin: bool) -> list[HostBuffer]:
-        """One block, cut into buffers of the given sizes."""
+    def _cut(self, sizes: Sequence[int], blocks: list[_Block], device: Device | None, *, pin: bool) -> list[HostBuffer]:
+        """One block, cut into buffers of the given sizes; it is added to ``blocks``."""
         if not sizes:
             return []
         padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
         block = _Block(sum(padded), device)
+        blocks.append(block)
         self.num_allocations += 1
         if pin and device is not None:
             self._pin(block, device)

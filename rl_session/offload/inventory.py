@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_session.lifecycle import Component
-from rl_session.offload.tensors import library_access, plain_tensors, storage_of
+from rl_session.offload.tensors import check_supported, library_access, plain_tensors, storage_of
 
 __all__ = ["Entry", "Found", "Sources", "reachable_tensors", "scan"]
 
@@ -148,19 +148,30 @@ def scan(sources: Sources, *, deep: bool = False) -> Inventory:
     Args:
         sources: Where to start.
         deep: Also walk into arbitrary objects held by submodules, to find bytes that no component covers.
+
+    Raises:
+        UnsupportedError: A tensor without a storage of its own (meta, sparse, mkldnn); it is named.
     """
     inventory = Inventory({}, {})
     with library_access():
         for entry in _entries(sources):
-            for tensor in plain_tensors(entry.tensor):
-                _add(inventory, entry, tensor)
+            for index, tensor in enumerate(plain_tensors(entry.tensor)):
+                _add(inventory, _inner(entry, tensor, index), tensor)
         for name, tensor in _side_tensors(sources, deep=deep):
             _add_alias(inventory, name, tensor)
     return inventory
 
 
+def _inner(entry: Entry, tensor: Tensor, index: int) -> Entry:
+    """The entry of a plain tensor inside a wrapper subclass: storages are told apart by name."""
+    if entry.tensor is tensor:
+        return entry
+    return attrs.evolve(entry, tensor=tensor, name=f"{entry.name}.{index}")
+
+
 def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
-    if tensor.numel() == 0 or tensor.is_meta or tensor.layout is not torch.strided:
+    if _has_no_storage(tensor):
+        check_supported(tensor, entry.name)
         return
     storage = storage_of(tensor)
     found = inventory.storages.get(storage._cdata)
@@ -168,18 +179,29 @@ def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
         found = inventory.storages[storage._cdata] = Found(storage._cdata, storage, [], {})
     known = found.aliases.get(id(tensor))
     if known is None or all(e.component != entry.component for e in found.entries):
-        found.entries.append(entry if entry.tensor is tensor else attrs.evolve(entry, tensor=tensor))
-    found.aliases[id(tensor)] = tensor
+        found.entries.append(entry)
+    _know(found, tensor)
+
+
+def _know(found: Found, tensor: Tensor) -> None:
+    """Note an alias, and the tensor that it is a view of."""
+    for alias in (tensor, tensor._base):
+        if alias is not None:
+            found.aliases[id(alias)] = alias
+
+
+def _has_no_storage(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or tensor.is_meta or tensor.layout is not torch.strided
 
 
 def _add_alias(inventory: Inventory, name: str, tensor: Tensor) -> None:
     for plain in plain_tensors(tensor):
-        if plain.numel() == 0 or plain.is_meta or plain.layout is not torch.strided:
+        if _has_no_storage(plain):
             continue
         storage = storage_of(plain)
         found = inventory.storages.get(storage._cdata)
         if found is not None:
-            found.aliases[id(plain)] = plain
+            _know(found, plain)
         elif storage.nbytes() > _SCALAR_BYTES:
             inventory.uncovered.setdefault(storage._cdata, (name, storage.nbytes()))
 

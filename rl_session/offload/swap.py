@@ -111,6 +111,7 @@ def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
         needy, engine.pool.acquire([u.nbytes for u in needy], engine.device, pin=engine.pin), strict=True
     ):
         unit.host, unit.pool = buffer, engine.pool
+    fallbacks = [unit for unit in stale if unit.is_snapshot]
     for unit in stale:
         unit.host_valid = unit.is_snapshot = False
     engine.device.copy_out([(_storage(snapshot, u), u.host.data) for u in stale if u.host is not None])
@@ -118,17 +119,22 @@ def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
     for unit in stale:
         unit.validate_host()
         unit.checksum = engine.device.checksum(_storage(snapshot, unit)) if engine.verify else None
+    for unit in fallbacks:  # what is there now is as good to fall back on: no step was made since
+        unit.is_snapshot = True
     return sum(unit.nbytes for unit in stale)
 
 
 def _write_back(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> None:
+    """Put the live bytes back; once more after a failure, and before an interrupt is handed on."""
     pairs = [(_storage(snapshot, u), u.host.data) for u in units if u.host is not None]
+    interrupt: BaseException | None = None
     for attempt in (1, 2):
         try:
             engine.device.copy_in(pairs)
             engine.device.synchronize()
-            return
-        except Exception as error:
+            break
+        except BaseException as error:
+            interrupt = None if isinstance(error, Exception) else error
             if attempt == 2:
                 engine.unrestored = list(units)
                 label, facts = engine.explain()
@@ -138,3 +144,5 @@ def _write_back(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> None:
                     "policy.recover()",
                     f"{type(error).__name__}: {error}",
                 ) from error
+    if interrupt is not None:
+        raise interrupt

@@ -6,6 +6,7 @@ components or devices.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,7 +72,10 @@ def fresh_view(
     """
     view = torch.empty(0, dtype=like.dtype, device=device or storage.device)
     start = like.storage_offset() if offset is None else offset
-    return view.set_(storage, start, like.size(), like.stride())
+    view = view.set_(storage, start, like.size(), like.stride())
+    if like.is_conj():  # a lazy conjugate is a bit on the tensor, not in its bytes
+        view = view.conj()
+    return torch._neg_view(view) if like.is_neg() else view  # noqa: SLF001 (the only door to that bit)
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
@@ -97,13 +101,17 @@ def check_supported(tensor: Tensor, label: str) -> None:
     """Refuse, by name, what cannot be moved without corrupting it.
 
     Raises:
-        UnsupportedError: A meta, sparse or mkldnn tensor, one made in inference mode, or one in shared memory.
+        UnsupportedError: A meta, sparse, mkldnn, nested or quantized tensor, one made in inference mode, or one in shared
+            memory.
     """
     reason = remedy = ""
     if tensor.is_meta:
         reason, remedy = "is a meta tensor: it has no bytes", "load or initialise the weights first, then attach"
     elif tensor.layout is not torch.strided:
         reason, remedy = f"has layout {tensor.layout}", "keep sparse tensors outside the model, or densify them"
+    elif tensor.is_quantized or (tensor.is_nested and not hasattr(type(tensor), "__tensor_flatten__")):
+        reason = f"is a {'quantized' if tensor.is_quantized else 'nested'} tensor, with metadata outside its bytes"
+        remedy = "keep it outside the model, or use a plain tensor"
     elif tensor.is_inference():
         reason, remedy = "was made under torch.inference_mode()", "build the model outside inference_mode()"
     elif tensor.device.type == "cpu" and storage_of(tensor).is_shared():
@@ -114,15 +122,29 @@ def check_supported(tensor: Tensor, label: str) -> None:
         )
 
 
+_FORMER: dict[int, tuple[weakref.ref[Tensor], list[torch.UntypedStorage]]] = {}
+"""Storages that CPU tensors had before they were re-homed, by ``id`` of the tensor; an entry goes when the tensor dies."""
+
+
+def _keep_former(tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    """Keep a storage as long as ``tensor``: an array made by ``tensor.numpy()`` owns the tensor, not the memory it shows."""
+    key = id(tensor)
+    if key not in _FORMER:
+        _FORMER[key] = (weakref.ref(tensor, lambda _: _FORMER.pop(key, None)), [])
+    _FORMER[key][1].append(storage)
+
+
 def rehome(storage: torch.UntypedStorage, aliases: list[Tensor]) -> torch.UntypedStorage:
     """Give every alias of a storage that cannot be resized a resizable one with the same bytes; return the new one.
 
-    ``Tensor.data`` is set, not ``set_``: it keeps version counters and identity. Holders unknown to us keep the old
-    bytes, which stay as they were. Call under :func:`library_access`.
+    ``Tensor.data`` is set, not ``set_``: it keeps version counters and identity. Holders unknown to us, and arrays that
+    ``Tensor.numpy()`` gave, keep the old bytes, which stay as they were. Call under :func:`library_access`.
     """
     fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
     fresh.copy_(byte_alias(storage))
     home = fresh.untyped_storage()
     for alias in aliases:
         alias.data = fresh_view(alias, home)
+        if storage.device.type == "cpu":
+            _keep_former(alias, storage)
     return home

@@ -29,6 +29,7 @@ class Unit:
         nbytes: Size in bytes while on the device.
         weak: Weak reference to the storage.
         name: Name of the first tensor found over it, for messages.
+        component: The component of that tensor.
         tier: Where its bytes are. NONE: freed in place, to come back as zeros.
         storage: Held strongly while its bytes are away (it costs nothing then), so that identity survives.
         host: Its host buffer, kept as a mirror while the bytes are on the device.
@@ -45,6 +46,7 @@ class Unit:
     nbytes: int
     weak: StorageWeakRef
     name: str
+    component: str
     tier: Tier
     storage: torch.UntypedStorage | None = None
     host: HostBuffer | None = None

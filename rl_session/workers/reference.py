@@ -69,13 +69,16 @@ class CopyReference:
         """The live module, with the reference's bytes in it."""
         start = time.perf_counter()
         swap = replaced(self._engine, self._copy, _SWAPPED, stays_valid=stays_valid)
-        with swap as nbytes:
-            swaps.append(Swap("in", self.kind, nbytes, time.perf_counter() - start))
-            try:
-                yield self._module
-            finally:
-                start = time.perf_counter()
-        swaps.append(Swap("out", self.kind, self.nbytes(), time.perf_counter() - start))
+        try:
+            with swap as nbytes:
+                swaps.append(Swap("in", self.kind, nbytes, time.perf_counter() - start))
+                try:
+                    yield self._module
+                finally:
+                    start = time.perf_counter()
+        finally:
+            if swaps:
+                swaps.append(Swap("out", self.kind, self.nbytes(), time.perf_counter() - start))
 
     def nbytes(self) -> int:
         """Bytes of the copy."""

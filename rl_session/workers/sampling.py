@@ -85,7 +85,7 @@ class SamplingParams:
         temperature: What logits are divided by; 0 takes the likeliest token (greedy).
         top_k: Sample among the k likeliest tokens only; None for all.
         top_p: Sample among the fewest likeliest tokens that together hold this share of the probability (of what
-            ``top_k`` left); None or 1 for all.
+            ``top_k`` left); None or 1 for all. Alone it sorts the vocabulary for each token, with ``top_k`` only k.
         max_new_tokens: Most tokens in a response.
         stop_ids: Tokens that end a response; the one sampled is its last token.
         pad_id: What fills results beyond the end of a row. The model never sees it.
@@ -422,7 +422,7 @@ def _draw(logprobs_rV: Tensor, noise_r: Tensor, params: SamplingParams) -> Tenso
     elif params.top_p is not None and params.top_p < 1:
         candidates_rK, ids_rK = logprobs_rV.sort(dim=-1, descending=True, stable=True)
     last = candidates_rK.shape[-1] - 1
-    sums_rK = candidates_rK.exp().double().mul_(_WEIGHT_OF_ONE).long().cumsum(dim=-1)
+    sums_rK = candidates_rK.exp().mul_(_WEIGHT_OF_ONE).long().cumsum_(dim=-1)
     total_r1 = sums_rK[:, -1:]
     if params.top_p is not None and params.top_p < 1:
         # Candidates are sorted: what stays is the shortest beginning whose sum reaches the share.

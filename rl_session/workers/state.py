@@ -43,4 +43,7 @@ def _copy_small(state: Any) -> Any:
     if isinstance(state, dict) and all(isinstance(v, Tensor | int | float | bool | None) for v in state.values()):
         return {k: v.clone() if isinstance(v, Tensor) and v.dim() == 0 else v for k, v in state.items()}
     large = {id(tensor): tensor for _, tensor in reachable_tensors(state, "") if tensor.dim() > 0}
-    return copy.deepcopy(state, dict(large))
+    try:
+        return copy.deepcopy(state, dict(large))
+    except Exception:  # a lock, a generator, a weak reference: then what stands is all there is to go back to
+        return state

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rl_session.errors import (
     FaultedError,
+    OffloadedAccessError,
     OpenStepError,
     OptimizerStepError,
     StepClosedError,
@@ -140,7 +141,12 @@ class Worker:
         before = snapshot.placement
         target = self._target(request, snapshot)
         live_dropped = bool(snapshot.live_gradients) and self._drops(snapshot, target)
-        report = self.engine.move(snapshot, target)
+        try:
+            report = self.engine.move(snapshot, target)
+        except BaseException:
+            if request.stored is not None or request.leaves_library:
+                self.engine.mark_dirty()  # the outer mode stands all the same, and may be one in which anything writes
+            raise
         self._after_move(request)
         if live_dropped and self.step is not None:
             self.step = None
@@ -233,8 +239,8 @@ class Worker:
 
     def _consumed_gradients(self) -> Iterator[Tensor]:
         """The gradients that the optimizer could see: of its parameters, and of the parameters they are masters of."""
-        assert self.optimizer is not None
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        parameters = [p for group in groups for p in group["params"]]
         for parameter in (*parameters, *(p for p, _ in self.spec.masters)):
             if parameter.grad is not None:
                 yield parameter.grad
@@ -244,15 +250,10 @@ class Worker:
 
     # -- compute -------------------------------------------------------------------------------------------------
 
-    def _to_device(self, batch: Any) -> Any:
-        return to_device(batch, self.engine.device.torch_device)
-
     def get_logprobs(self, batch: Any, temperature: float | None = None, mbs: int | None = None) -> CallResult:
         """Log-probabilities of the tokens under the live weights."""
         checked = check_batch(batch, "get_logprobs()")
-        return CallResult(
-            compute.get_logprobs(self.forward, checked, temperature=temperature, mbs=mbs)
-        )
+        return CallResult(compute.get_logprobs(self.forward, checked, temperature=temperature, mbs=mbs))
 
     def get_reference_policy_logprobs(
         self, batch: Any, temperature: float | None = None, mbs: int | None = None
@@ -272,12 +273,10 @@ class Worker:
             )
         swaps: list[Swap] = []
         stays_valid = MODE_TABLE[self._mode].read_only
-        with self._reference.active(stays_valid=stays_valid, swaps=swaps) as module:
+        with _telling(swaps), self._reference.active(stays_valid=stays_valid, swaps=swaps) as module:
             forward = attrs.evolve(self.forward, module=module)
-            value = compute.get_logprobs(
-                forward, checked, temperature=temperature, mbs=mbs, key="reference_logprobs"
-            )
-        return CallResult(value, notes=tuple(("reference.swapped", attrs.asdict(swap)) for swap in swaps))
+            value = compute.get_logprobs(forward, checked, temperature=temperature, mbs=mbs, key="reference_logprobs")
+        return CallResult(value, notes=_notes(swaps))
 
     def get_topk_logits(self, batch: Any, k: int, mbs: int | None = None) -> CallResult:
         """The k largest next-token logits."""
@@ -292,12 +291,10 @@ class Worker:
         """One value a token."""
         return CallResult(compute.get_values(self.forward, check_batch(batch, "get_values()")))
 
-    def generate(self, batch: Any, params: SamplingParams) -> CallResult:
-        """Continue prompts with the live weights."""
-        checked = check_batch(batch, "generate()")
-        return CallResult(
-            sample(self.spec.model, self._to_device(checked), params, forward_fn=self.spec.forward_fn)
-        )
+    def generate(self, batch: Any, params: SamplingParams, stream: int) -> CallResult:
+        """Continue prompts with the live weights; ``stream`` numbers the calls of one seeded engine."""
+        there = to_device(check_batch(batch, "generate()"), self.engine.device.torch_device)
+        return CallResult(sample(self.spec.model, there, params, forward_fn=self.spec.forward_fn, stream=stream))
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -314,6 +311,7 @@ class Worker:
             return CallResult(evaluate(self.forward, checked, loss_fn, gbs=gbs, mbs=mbs))
         optimizer = self._need_optimizer("train()")
         self._refuse_live_gradients("train()")
+        self._need_on_device("train()")
         with self._accounted() as changed, self._undoing_failed_steps():
             try:
                 value = train(
@@ -327,9 +325,8 @@ class Worker:
                     max_grad_norm=self.spec.max_grad_norm,
                     masters=self.spec.masters,
                 )
-            except BaseException:
+            finally:
                 self._discard_gradients()
-                raise
         return CallResult(value, tuple(changed))
 
     def _need_optimizer(self, call: str) -> torch.optim.Optimizer:
@@ -349,7 +346,9 @@ class Worker:
                 "step.commit() or step.abort() first; policy.open_step is the step",
             )
         live = self.engine.refresh().live_gradients
-        if any(bool(torch.any(gradient)) for gradient in live) and not self._discards:
+        # Zeros left by zero_grad(set_to_none=False) are nobody's work; what is away cannot be looked at and counts.
+        away = bool(live) and bool(self.engine.away((Component.GRADS,)))
+        if (away or any(bool(torch.any(gradient)) for gradient in live)) and not self._discards:
             raise OpenStepError(
                 f"{label}: {call} would zero gradients that no optimizer step has consumed",
                 (*facts, f"live gradients: {len(live)}, made by a loss.backward() outside this library"),
@@ -364,14 +363,38 @@ class Worker:
         self._discards = flags.live_gradients == "discard"
 
     def _discard_gradients(self) -> None:
+        """Drop every gradient, wherever its bytes are; a flat buffer behind live views is zeroed, or freed in place."""
+        if self.engine.away((Component.GRADS,)):
+            snapshot = self.engine.refresh()
+            self.engine.move(snapshot, snapshot.placement.evolve(**{Component.GRADS: Tier.NONE}))
+            return
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         self.module.zero_grad(set_to_none=True)
+        for _, master in self.spec.masters:
+            master.grad = None
+        left = list(self._consumed_gradients())
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for gradient in left:
+                gradient.zero_()
+        self.engine.stamps.consume(left)
+
+    def _need_on_device(self, call: str) -> None:
+        """Refuse to train while something it writes is away: RESIDENT leaves gradients and optimizer where they were."""
+        away = self.engine.away((Component.PARAMS, Component.BUFFERS, Component.GRADS, Component.OPTIMIZER))
+        if away:
+            label, facts = self.engine.explain()
+            names = ", ".join(name.upper() for name in away)
+            raise OffloadedAccessError(
+                f"{label}: {call} needs {names} on the device, but they are away",
+                facts,
+                f"with policy.training_mode(): policy.{call.replace('()', '(...)')}",
+            )
 
     @contextmanager
     def _accounted(self) -> Iterator[list[Changed]]:
         """Collect which components' bytes appeared or vanished in the block; an error carries them as ``rl_changed``."""
-        before = {name: sum(tiers.values()) for name, tiers in self.engine.nbytes.items()}
+        before = {name: _present(tiers) for name, tiers in self.engine.nbytes.items()}
         changed: list[Changed] = []
         try:
             yield changed
@@ -385,7 +408,7 @@ class Worker:
         return [
             Changed(name, after.placement[name], nbytes)
             for name, tiers in after.nbytes.items()
-            for nbytes in (sum(tiers.values()),)
+            for nbytes in (_present(tiers),)
             if nbytes != before.get(name, 0)
         ]
 
@@ -426,6 +449,7 @@ class Worker:
         """
         optimizer = self._need_optimizer("begin_step()")
         self._refuse_live_gradients("begin_step()")
+        self._need_on_device("begin_step()")
         with self._accounted() as changed:
             self.step = TrainStep(
                 self.forward,
@@ -452,8 +476,7 @@ class Worker:
             try:
                 step.forward_backward(checked, loss_fn, mbs)
             except BaseException:  # part of the chunk may be in the gradients: the step cannot go on
-                step.abort()
-                self.step = None
+                self._end_step()
                 raise
         return CallResult(None, tuple(changed))
 
@@ -463,19 +486,19 @@ class Worker:
         with self._accounted() as changed, self._undoing_failed_steps():
             try:
                 value = step.commit()
-            except BaseException:
-                step.abort()
-                self.step = None
-                raise
-            self.step = None
+            finally:
+                self._end_step()
         return CallResult(value, tuple(changed))
+
+    def _end_step(self) -> None:
+        self.step = None
+        self._discard_gradients()
 
     def abort(self) -> CallResult:
         """Discard the open step: gradients go, parameters and optimizer stay as they are."""
-        step = self._open_step("abort()")
+        self._open_step("abort()")
         with self._accounted() as changed:
-            step.abort()
-            self.step = None
+            self._end_step()
         return CallResult(None, tuple(changed))
 
     # -- reading and writing state ------------------------------------------------------------------------------------
@@ -572,12 +595,17 @@ class Worker:
 
     # -- forwards of the user's own ------------------------------------------------------------------------------------
 
-    def forward_mode(self, mode: Mode) -> Any | None:
-        """A context manager that sets train or eval as ``mode`` means it; None when there is nothing to set."""
+    def forward_mode(self, mode: Mode, *, trusting_root: bool) -> Any | None:
+        """A context manager that sets train or eval as ``mode`` means it; None when there is nothing to set.
+
+        Args:
+            mode: Which mode.
+            trusting_root: Whether a root that is set right speaks for every submodule, which saves the walk.
+        """
         forwards = MODE_TABLE[mode].forwards
         if forwards not in ("train", "eval"):
             return None
-        if self.module.training == (forwards == "train"):
+        if trusting_root and self.module.training == (forwards == "train"):
             return None
         return compute.module_mode(self.module, forwards)
 
@@ -628,3 +656,23 @@ class Worker:
         self._guard.remove()
         if self._reference is not None:
             self._reference.close()
+        self.engine.pool.trim()
+
+
+def _present(tiers: Mapping[Tier, int]) -> int:
+    """Bytes that exist: what was freed in place has none until it comes back."""
+    return sum(nbytes for tier, nbytes in tiers.items() if tier is not Tier.NONE)
+
+
+def _notes(swaps: Sequence[Swap]) -> tuple[tuple[str, dict[str, object]], ...]:
+    return tuple(("reference.swapped", attrs.asdict(swap)) for swap in swaps)
+
+
+@contextmanager
+def _telling(swaps: Sequence[Swap]) -> Iterator[None]:
+    """An error carries the swaps made before it as ``rl_notes``, so that no copied byte is missing from the log."""
+    try:
+        yield
+    except Exception as error:
+        error.rl_notes = _notes(swaps)  # type: ignore[attr-defined]
+        raise

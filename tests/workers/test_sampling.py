@@ -527,19 +527,39 @@ def test_a_forward_fn_gets_its_own_columns_of_the_rows_that_still_run() -> None:
     assert seen[1]["input_lengths"].tolist() == [3]
 
 
-def test_compiled_and_peft_wrappers_are_called_and_use_the_cache() -> None:
-    params = SamplingParams(temperature=0, max_new_tokens=8)
-    plain = sample(llama(), prompts(), params)
+def assert_samples_like_the_model_inside(wrapper: nn.Module, inner: nn.Module, max_new_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=max_new_tokens)
+    widths: list[int] = []
+    inner.model.register_forward_hook(lambda *args: widths.append(args[-1].last_hidden_state.shape[1]))
 
-    compiled = torch.compile(llama(), backend="eager", dynamic=True)
-    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert_same(sample(wrapper, prompts(), params), sample(llama(), prompts(), params))
 
-    for wrapper in (compiled, adapted):
-        widths: list[int] = []
-        inner = wrapper.get_base_model() if wrapper is adapted else wrapper._orig_mod
-        inner.lm_head.register_forward_hook(lambda _, args, __, widths=widths: widths.append(args[0].shape[1]))
-        assert_same(sample(wrapper, prompts(), params), plain)
-        assert set(widths) <= {1}
+    assert widths == [9] + [1] * (max_new_tokens - 1), "the cache is used"
+
+
+def test_a_peft_wrapper_is_called_with_a_cache() -> None:
+    wrapper = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+    assert_samples_like_the_model_inside(wrapper, wrapper.get_base_model(), max_new_tokens=8)
+
+
+def test_a_compiled_wrapper_is_called_with_a_cache() -> None:
+    inner = llama()
+    calls: list[int] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph(*args)
+
+        return run
+
+    wrapper = torch.compile(inner, backend=backend, dynamic=True)
+
+    result = sample(wrapper, prompts(), SamplingParams(temperature=0, max_new_tokens=2))
+
+    assert calls, "what was compiled has run"
+    assert_same(result, sample(llama(), prompts(), SamplingParams(temperature=0, max_new_tokens=2)))
 
 
 class Cached(nn.Module):
@@ -609,12 +629,9 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_rows(bad: float)
             sample(module, batch, attrs.evolve(params, max_new_tokens=2, mbs=3))
         assert "1 of 3 running rows: 1" in str(caught.value)
         assert "isfinite" in caught.value.remedy
+    batch["input_ids"][1] = 0
     with pytest.raises(NonFiniteError, match="2 of 2 running rows: 3, 4"):
-        sample(module, rows_of(batch, slice(0, 5)) | {"input_ids": torch.tensor([[0], [0], [1], [7], [7]])}, mbs_of(3))
-
-
-def mbs_of(mbs: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=2, mbs=mbs, temperature=0)
+        sample(module, batch, SamplingParams(temperature=0, max_new_tokens=2, mbs=3))
 
 
 def test_rows_are_named_as_the_caller_counts_them_also_in_a_part_of_a_batch() -> None:
@@ -671,14 +688,19 @@ def test_a_wrong_batch_is_refused_in_the_name_of_the_call(model: nn.Module) -> N
         sample(model, prompts() | {"input_ids": torch.full((6, 9), VOCABULARY)}, SamplingParams())
 
 
-def test_models_that_give_no_cache_or_no_logits_are_refused_with_the_way_around() -> None:
-    for module in (Cached(keep=False), Cached(axes=2), nn.Linear(9, 9).double()):
-        given = prompts()
-        with pytest.raises((UnsupportedError, RuntimeError)) as caught:
-            sample(module, given, SamplingParams(max_new_tokens=2))
-        if isinstance(module, Cached):
-            assert isinstance(caught.value, UnsupportedError)
-            assert "forward_fn" in caught.value.remedy
+@pytest.mark.parametrize(
+    ("module", "returned"),
+    [(Cached(keep=False), "past_key_values=NoneType"), (Cached(axes=2), "logits of shape [6, 31]")],
+    ids=["no cache", "no positions"],
+)
+def test_models_that_give_no_cache_or_other_logits_are_refused_with_the_way_around(
+    module: nn.Module, returned: str
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        sample(module, prompts(), SamplingParams(max_new_tokens=2))
+
+    assert returned in caught.value.attempted
+    assert "forward_fn" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -704,9 +726,9 @@ def test_models_that_give_no_cache_or_no_logits_are_refused_with_the_way_around(
         ("max_new_tokens", None),
         ("stop_ids", 2),
         ("stop_ids", None),
-        ("stop_ids", "ab"),
+        ("stop_ids", ("ab",)),
         ("stop_ids", (-1,)),
-        ("stop_ids", [1, None]),
+        ("stop_ids", (1, None)),
         ("pad_id", -100),
         ("pad_id", None),
         ("seed", -1),
