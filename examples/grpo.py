@@ -9,7 +9,8 @@ nothing of placement: each phase says its mode, and the scope does the moves.
     python examples/grpo.py --no-offload     the same losses to the last bit, and nothing moves
     python examples/grpo.py --steps 2 --warmup-steps 2     a smoke run
 
-Group-relative advantages: https://arxiv.org/abs/2402.03300, section 4.1. The KL estimate: http://joschu.net/blog/kl-approx.html (k3).
+Group-relative advantages: https://arxiv.org/abs/2402.03300, section 4.1.
+The KL estimate: http://joschu.net/blog/kl-approx.html (k3).
 
 Shapes: B sequences, S padded length, b sequences of one micro-batch, V vocabulary, P prompts, G samples of one prompt.
 """

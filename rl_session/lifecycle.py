@@ -307,9 +307,10 @@ def may_nest(outer: Mode, inner: Mode) -> bool:
     return inner in NESTING[outer]
 
 
-def scope_to_write(call: str) -> str:
-    """The name of the policy method whose scope makes ``call`` legal."""
-    return _SCOPE_OF_CALL.get(call, "training_mode")
+def scope_to_write(call: str, kind: str = "policy") -> str:
+    """The name of the method whose scope makes ``call`` legal, as a "policy" or a "value" spells it."""
+    method = _SCOPE_OF_CALL.get(call, "training_mode")
+    return "inference_mode" if kind == "value" and method == "logprob_mode" else method
 
 
 def _row_cells(mode: Mode, components: Mapping[str, Tier]) -> dict[str, Cell]:

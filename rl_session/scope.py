@@ -90,8 +90,8 @@ class Scope(Generic[H_co]):
         if self._state != "not entered":
             raise ScopeReuseError(
                 f"{self._control.label}: {self._spelling} entered a second time at {site}",
-                (f"this scope is {self._state}",),
-                f"make a new one for every block: with policy.{self._spelling}: ...",
+                (f"this scope: {self!r}", *self._control.explain()[1]),
+                f"with policy.{self._spelling}: ...  # a new scope for every block",
             )
         self._state = "entering"
         return site
@@ -123,7 +123,7 @@ class Scope(Generic[H_co]):
             error.add_note(f"and while leaving {self._spelling}: {failure}")
 
     def _handle(self) -> H_co:
-        return cast("H_co", Handle(self._target, self._mode))
+        return cast("H_co", Handle(self._target, self._mode, self._control.kind))
 
     def _set_forwards(self, frame: Frame) -> Callable[[], None] | None:
         """Set train or eval, and autograd, for the user's own forwards on this thread; returns how to undo it."""

@@ -283,7 +283,7 @@ def attach(
     """
     if session is None:
         session = Session()
-        session._is_implicit = True  # it ends with its only participant
+        session._is_implicit = True  # noqa: SLF001 (it ends with its only participant)
     return session.attach(
         model,
         optimizer,

@@ -1,7 +1,12 @@
 """The audit log: what happened to every policy, one record per state change.
 
 Told by the rest of the library, it reads no state of its own, and imports neither torch nor ray: a log can be
-read on a laptop.
+read on a laptop. Here is what writes and reads one; what makes sense of it is imported by its module:
+
+    from rl_session.audit.replay import replay, state_at     the placement of every policy at every instant
+    from rl_session.audit.spans import spans                 scopes, transitions, calls and steps with their times
+    from rl_session.audit.check import check                 whether the log is whole and makes sense
+    from rl_session.audit.schema import schema               JSON Schema of a line
 """
 
 from rl_session.audit.events import (
@@ -41,7 +46,7 @@ from rl_session.audit.events import (
 )
 from rl_session.audit.log import AuditLog
 from rl_session.audit.naming import sibling_path
-from rl_session.audit.reader import AuditReader, Record, read_audit
+from rl_session.audit.reader import AuditReader, Place, Record, read_audit
 
 __all__ = [
     "EVENTS",
@@ -58,6 +63,7 @@ __all__ = [
     "Event",
     "GradientsDropped",
     "GuardRejected",
+    "Place",
     "PolicyClosed",
     "PolicyCreated",
     "PolicyFaulted",

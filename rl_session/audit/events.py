@@ -10,12 +10,11 @@ Units are in the names: ``nbytes`` and ``*_bytes`` count bytes, ``seconds`` is w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import attrs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 #: Version of the line format. A reader carries later versions through instead of refusing them.
 SCHEMA = 1
@@ -61,16 +60,11 @@ def _strings(values: Iterable[str]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values)
 
 
-def _plain_changes(value: Any) -> Any:
-    # Any field of any event passes through.
-    if isinstance(value, tuple):
-        return [
-            {"component": item.component, "tier": item.tier, "nbytes": item.nbytes}
-            if isinstance(item, Change)
-            else item
-            for item in value
-        ]
-    return value
+def _plain_tuple(values: tuple[Any, ...]) -> list[Any]:
+    return [
+        {"component": item.component, "tier": item.tier, "nbytes": item.nbytes} if isinstance(item, Change) else item
+        for item in values
+    ]
 
 
 @attrs.frozen(kw_only=True)
@@ -78,10 +72,26 @@ class Event:
     """Base of all events. ``event`` is the name on the line and belongs to the class."""
 
     event: ClassVar[str]
+    # Worked out once a class: a record is written within microseconds.
+    _names: ClassVar[tuple[str, ...]] = ()
+    _lists: ClassVar[tuple[str, ...]] = ()
+    _values: ClassVar[Callable[[Any], Any]]
+
+    @classmethod
+    def __attrs_init_subclass__(cls) -> None:
+        cls._names = tuple(field.name for field in attrs.fields(cls))
+        cls._lists = tuple(field.name for field in attrs.fields(cls) if field.converter is not None)
+        # Of one name, attrgetter gives the value itself and no tuple.
+        get = attrgetter(*cls._names)
+        cls._values = get if len(cls._names) > 1 else lambda event: (get(event),)
 
     def to_fields(self) -> dict[str, Any]:
         """Return the event's own fields as plain JSON values, as they lie on the line."""
-        return {field.name: _plain_changes(getattr(self, field.name)) for field in attrs.fields(type(self))}
+        kind = type(self)
+        fields = dict(zip(kind._names, kind._values(self), strict=True))
+        for name in kind._lists:
+            fields[name] = _plain_tuple(fields[name])
+        return fields
 
 
 # -- session and policies ------------------------------------------------------------------------------------
@@ -173,11 +183,16 @@ class PolicyRecovered(Event):
         origin: Where its state came from, for example ``"host"`` or ``"checkpoint"``. (Not ``source``: that
             key of the line names the writer.)
         detail: What was done, in words.
+        placement: Component to tier, as found. None where the writer did not say: a replay then knows the placement
+            of a component again when it moves next.
+        nbytes: Component to bytes, summed over the ranks; likewise.
     """
 
     event: ClassVar[str] = "policy.recovered"
     origin: str
     detail: str = ""
+    placement: dict[str, str] | None = None
+    nbytes: dict[str, int] | None = None
 
 
 # -- scopes and transitions ----------------------------------------------------------------------------------
@@ -190,7 +205,7 @@ class ScopeEntered(Event):
     Attributes:
         mode: The mode in effect now.
         outer_mode: The mode that its exit restores.
-        depth: How many scopes are open, this one included.
+        depth: How many scopes were open around it: 0 for an outermost one.
         via: Who asked: ``"scope"``, ``"switch"``, ``"shim"`` or ``"session"``.
         call_site: ``"file:line"`` of the user's code.
     """

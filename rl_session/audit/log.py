@@ -3,6 +3,9 @@
 There is no buffer, hence none to lose: when ``write`` returns, the line survives the process. The log is told
 about state and reads none; it does not know what an event means. Once open it never raises into training:
 what cannot be written is counted, reported once, and shows in the file as a gap in ``seq``.
+
+A record costs microseconds, most of them the system call. So what is the same on every line is rendered once, and
+nothing is copied that need not be.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import errno
 import itertools
 import logging
 import os
+import stat
+import sys
 import threading
 import time
 import uuid
@@ -21,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from rl_session.audit.events import SCHEMA
-from rl_session.audit.naming import rotate
-from rl_session.audit.render import render_line
-from rl_session.errors import AuditError
+from rl_session.audit.naming import next_part, rotate
+from rl_session.audit.render import render_line, render_rest, render_start
+from rl_session.errors import AuditError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,11 +53,17 @@ class AuditLog:
         run_id: Names the run on every line; one is made up by default. Other processes of the same run must
             be given the driver's, or a reader will not find their files.
         source: Who writes: ``"driver"``, ``"driver:<actor>"``, ``"rank:0"``.
-        processors: structlog processors that see, and may change, each record before it is rendered. They run
-            under the log's lock. One that raises is passed over; ``structlog.DropEvent`` leaves it out.
+        processors: structlog processors that see, and may change, each record (envelope and fields, flat) before it
+            is rendered. They run under the log's lock. One that raises is passed over; ``structlog.DropEvent``
+            leaves the record out. ``rl_session.audit.forward`` makes some that hand records on: to a structlog
+            logger, to standard logging, to any callable.
+        rotate_nbytes: The most bytes a file may have before it becomes ``<name>.part-<n>`` and a new one is begun;
+            None for one file however long. A line longer than that is still written whole. ``seq`` goes on, and
+            readers find the parts.
 
     Raises:
         AuditError: The file cannot be made.
+        ConfigError: ``rotate_nbytes`` is not positive.
     """
 
     def __init__(
@@ -62,7 +73,10 @@ class AuditLog:
         run_id: str | None = None,
         source: str = "driver",
         processors: Iterable[Processor] = (),
+        rotate_nbytes: int | None = None,
     ) -> None:
+        if rotate_nbytes is not None and rotate_nbytes < 1:
+            raise ConfigError(f"AuditLog(rotate_nbytes={rotate_nbytes})", (), "AuditLog(path, rotate_nbytes=2**30)")
         self.path = None if path is None else Path(path).absolute()
         self.run_id = uuid.uuid4().hex if run_id is None else run_id
         self.source = source
@@ -75,14 +89,25 @@ class AuditLog:
         # next() on a count is atomic, so that not even a signal handler can take the same number twice.
         self._seq = itertools.count()
         self._pid = os.getpid()
-        self._file = None if self.path is None else _LineFile(_open(self.path))
-        chain: list[Processor] = [self._tolerant(processor) for processor in processors]
-        self._silent = self._file is None and not chain
-        self._channel = _Channel(
-            self._file,
-            processors=chain if self._file is None else [*chain, _render],
-            context={"schema": SCHEMA, "run_id": self.run_id, "source": source},
-        )
+        self._file = None if self.path is None else self._make_file(self.path, rotate_nbytes)
+        self._channel = self._make_channel(list(processors))
+
+    def _make_file(self, path: Path, rotate_nbytes: int | None) -> _LineFile:
+        fd = _open(path)
+        # A device or a pipe cannot be moved aside.
+        if rotate_nbytes is None or not stat.S_ISREG(os.fstat(fd).st_mode):
+            return _LineFile(fd)
+        return _RotatingFile(fd, path, rotate_nbytes, self._complain)
+
+    def _make_channel(self, processors: list[Processor]) -> _Channel | None:
+        """The private chain; None where nobody is told anything."""
+        constant = {"schema": SCHEMA, "run_id": self.run_id, "source": self.source}
+        chain: list[Any] = [self._tolerant(processor) for processor in processors]
+        if not chain:
+            return None if self._file is None else _Channel(self._file, [_Render(constant)], {})
+        if self._file is not None:
+            chain.append(_render)
+        return _Channel(self._file, chain, constant)
 
     def write(
         self,
@@ -106,7 +131,8 @@ class AuditLog:
             The record's ``seq``, consumed even when the record was lost; -1 in a forked child and after
             ``close``, where there is no file to number.
         """
-        if self._silent:
+        channel = self._channel
+        if channel is None:
             return next(self._seq)
         # Before the lock: in a forked child another thread's lock stays taken for ever.
         if os.getpid() != self._pid:
@@ -119,7 +145,8 @@ class AuditLog:
             # Number and clocks are read under the lock, so that all three grow along the file.
             seq = next(self._seq)
             try:
-                self._channel.emit(
+                fields = event.to_fields()
+                channel.emit(
                     {
                         "seq": seq,
                         "time_ns": time.time_ns(),
@@ -129,7 +156,7 @@ class AuditLog:
                         "scope_id": scope_id,
                         "transition_id": transition_id,
                         "step": step,
-                        **event.to_fields(),
+                        **fields,
                     }
                 )
             except structlog.DropEvent:
@@ -221,11 +248,16 @@ class _Channel(structlog.BoundLoggerBase):
         super().__init__(file, processors, context)
 
     def emit(self, fields: dict[str, Any]) -> None:
-        """Run the chain and hand the line to the file; without a file the chain is all there is."""
-        # The method name is "info" for the sake of processors such as structlog's add_log_level.
-        args, _ = self._process_event("info", None, fields)
+        """Run the chain and hand the line to the file; without a file the chain is all there is.
+
+        As ``_process_event`` does, less the two copies of a record that nobody else holds.
+        """
+        record: Any = {**self._context, **fields} if self._context else fields
+        for processor in self._processors:
+            # The method name is "info" for the sake of processors such as structlog's add_log_level.
+            record = processor(self._logger, "info", record)
         if self._logger is not None:
-            self._logger.write(*args)
+            self._logger.write(record)
 
 
 class _LineFile:
@@ -243,19 +275,59 @@ class _LineFile:
         """
         # After a line that was cut short, a newline first: the fragment then costs a reader itself alone, and
         # not this line too. Set before, not after, so that an interrupt between two writes counts as well.
-        rest = b"\n" + line if self._torn else line
+        if self._torn:
+            line = b"\n" + line
         self._torn = True
-        while rest:
-            written = os.write(self._fd, rest)
+        while (written := os.write(self._fd, line)) < len(line):
             if written == 0:  # or this would never end
                 raise OSError(errno.EIO, "the file takes no bytes")
-            rest = rest[written:]
+            line = line[written:]
         self._torn = False
 
     def close(self) -> None:
         # The number is forgotten first: the system gives it to the next file that anybody opens.
         fd, self._fd = self._fd, -1
         os.close(fd)
+
+
+class _RotatingFile(_LineFile):
+    """A file that is moved aside, and begun anew, before it would grow beyond a size."""
+
+    def __init__(self, fd: int, path: Path, limit: int, complain: Callable[[str, Exception], None]) -> None:
+        super().__init__(fd)
+        self._path = path
+        self._limit = limit
+        self._size = 0
+        self._complain = complain
+
+    def write(self, line: bytes) -> None:
+        if self._size and self._size + len(line) > self._limit:
+            self._size = 0  # first, so that a record written by a signal handler in between does not rotate too
+            self._rotate()
+        self._size += len(line)
+        super().write(line)
+
+    def _rotate(self) -> None:
+        try:
+            self._path.rename(next_part(self._path))
+            new = os.open(self._path, _OPEN_FLAGS, 0o600)
+        except OSError as error:
+            # What cannot be rotated can still be written to: the open descriptor goes where the file went.
+            self._limit = sys.maxsize
+            self._complain("the file could not be rotated, and grows from now on", error)
+            return
+        old, self._fd, self._torn = self._fd, new, False
+        os.close(old)
+
+
+class _Render:
+    """The last processor of a chain of its own: renders what differs from line to line."""
+
+    def __init__(self, constant: dict[str, Any]) -> None:
+        self._start = render_start(constant)
+
+    def __call__(self, _logger: WrappedLogger, _method: str, record: EventDict) -> bytes:
+        return render_rest(self._start, record)
 
 
 def _render(_logger: WrappedLogger, _method: str, record: EventDict) -> bytes:

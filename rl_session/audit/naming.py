@@ -1,4 +1,9 @@
-"""Where the files of one run lie: the driver's, those of other sources beside it, and older runs moved aside.
+"""Where the files of one run lie: the driver's, those of other sources beside it, parts, and older runs moved aside.
+
+    run.jsonl                  the driver's, being written
+    run.jsonl.part-1, .part-2  what it held before, when a log is rotated by size; oldest first
+    run.rank:0.jsonl           another source's
+    run.jsonl.bak-1            an older run of that name, and its parts: run.jsonl.bak-1.part-1
 
 Knows names only; it neither reads nor writes a log.
 """
@@ -7,10 +12,12 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from pathlib import Path
 from urllib.parse import quote
 
 _SUFFIX = ".jsonl"
+_PART = re.compile(r"\.part-([1-9][0-9]*)$")
 
 
 def sibling_path(path: str | os.PathLike[str], source: str) -> Path:
@@ -29,25 +36,49 @@ def find_siblings(path: Path) -> list[Path]:
     """Return the files that may be siblings of ``path``, by name only and sorted.
 
     The name alone cannot tell ``run.rank:0.jsonl`` from the main file of a log called ``run.b.jsonl``: the
-    caller compares run ids.
+    caller compares run ids. A file of which only parts are left (a crash in the middle of a rotation) counts.
     """
     stem = glob.escape(path.name.removesuffix(_SUFFIX))
-    return sorted(found for found in path.parent.glob(f"{stem}.*{_SUFFIX}") if found.name != path.name)
+    whole = set(path.parent.glob(f"{stem}.*{_SUFFIX}"))
+    parted = {part.with_name(_PART.sub("", part.name)) for part in path.parent.glob(f"{stem}.*{_SUFFIX}.part-*")}
+    return sorted(found for found in whole | parted if found.name != path.name and found.name.endswith(_SUFFIX))
+
+
+def find_parts(path: Path) -> list[Path]:
+    """Return the parts of ``path``, oldest first; ``path`` itself is not among them."""
+    numbered = []
+    for found in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
+        match = _PART.search(found.name)
+        if match and found.name == f"{path.name}{match[0]}":
+            numbered.append((int(match[1]), found))
+    return [found for _, found in sorted(numbered)]
+
+
+def next_part(path: Path) -> Path:
+    """Return the name under which the content of ``path`` becomes its newest part."""
+    parts = find_parts(path)
+    number = 1 + int(_PART.search(parts[-1].name)[1]) if parts else 1  # type: ignore[index]
+    return path.with_name(f"{path.name}.part-{number}")
 
 
 def rotate(path: Path) -> Path | None:
-    """Move a non-empty file out of the way and say where it went; None when there was nothing to move.
+    """Move a non-empty file and its parts out of the way and say where to; None when there was nothing to move.
 
     The new name ends in ``.bak-<n>``, never in ``.jsonl``, so that no reader takes it for a sibling.
 
     Raises:
-        OSError: The file could not be renamed.
+        OSError: A file could not be renamed.
     """
     # Only a regular file has an older run in it: /dev/stderr stays where it is.
-    if not path.is_file() or path.stat().st_size == 0:
+    has_content = path.is_file() and path.stat().st_size > 0
+    parts = find_parts(path)
+    if not has_content and not parts:
         return None
     n = 1
-    while os.path.lexists(target := path.with_name(f"{path.name}.bak-{n}")):
+    while os.path.lexists(target := path.with_name(f"{path.name}.bak-{n}")) or find_parts(target):
         n += 1
-    path.rename(target)
+    for part in parts:
+        part.rename(target.with_name(f"{target.name}{part.name.removeprefix(path.name)}"))
+    if has_content:
+        path.rename(target)
     return target

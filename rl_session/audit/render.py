@@ -32,6 +32,19 @@ def render_line(record: dict[str, Any]) -> bytes:
         return orjson.dumps(_plain(record, _MAX_DEPTH), option=_OPTIONS)
 
 
+def render_start(constant: dict[str, Any]) -> bytes:
+    """Return how every line begins that has these keys in front, for :func:`render_rest`."""
+    return render_line(constant)[:-2] + b","
+
+
+def render_rest(start: bytes, rest: Any) -> bytes:
+    """Return a line that begins with ``start``; as :func:`render_line` of both, without rendering the first again."""
+    try:
+        return start + orjson.dumps(rest, _to_plain, _OPTIONS)[1:]
+    except Exception:  # as in render_line
+        return start + orjson.dumps(_plain(rest, _MAX_DEPTH), option=_OPTIONS)[1:]
+
+
 def _to_plain(value: object) -> Any:
     """Say what to write for an object that JSON has no form for."""
     # numpy registers its scalars as numbers; tensors are not registered, and would have to be copied.

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import sys
 from typing import Annotated
 
 import typer
 
+from rl_session.cli.audit import app as _audit
+
 __all__ = ["main"]
 
 _app = typer.Typer(
-    name="rl-session", help="Scoped GPU residency for RL post-training.", no_args_is_help=True, add_completion=False
+    name="rl-session",
+    help="Scoped GPU residency for RL post-training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
+_app.add_typer(_audit, name="audit")
 
 
 def _print_version(value: bool) -> None:
     if value:
+        from importlib.metadata import version  # takes as long as everything else here
+
         typer.echo(f"rl-session {version('rl-session')}")
         raise typer.Exit
 
@@ -31,4 +40,8 @@ def _root(
 
 def main() -> None:
     """Run the command line."""
+    # A name in a log may hold what the terminal's encoding cannot: written as an escape, not refused.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     _app()

@@ -609,13 +609,8 @@ class Control:
         raise ModeError(
             f"{self.label}: {shown} {self._why_not(needs)}",
             (*self.explain()[1], f"legal in: {listed}"),
-            f"with policy.{self.scope_to_write(gate)}(): policy.{shown.replace('()', '(...)')}",
+            f"with {self.kind}.{scope_to_write(gate, self.kind)}(): {self.kind}.{shown.replace('()', '(...)')}",
         )
-
-    def scope_to_write(self, call: str) -> str:
-        """The method whose scope makes ``call`` legal, as this kind of model spells it."""
-        method = scope_to_write(call)
-        return "inference_mode" if self.kind == "value" and method == "logprob_mode" else method
 
     def _why_not(self, needs: tuple[Component, ...]) -> str:
         """In words: what is missing, where it is; or only that the mode does not allow it."""

@@ -137,16 +137,19 @@ class OffloadedCalls(Anywhere, Protocol):
         ...
 
 
+_ENGINE_CALLS = ("generate",)
+"""What a policy itself does not have, and its handle in ``generation_mode()`` has."""
 _METHOD_OF_CALL = {"train(eval_mode=True)": "train"}
 
 
 class Handle:
     """What a scope yields: the calls of its mode and nothing else. It keeps no state and outlives nothing."""
 
-    __slots__ = ("_calls", "_mode", "_target")
+    __slots__ = ("_calls", "_kind", "_mode", "_target")
 
-    def __init__(self, target: Any, mode: Mode) -> None:
+    def __init__(self, target: Any, mode: Mode, kind: str) -> None:
         self._target = target
+        self._kind = kind
         self._mode = mode
         legal = {_METHOD_OF_CALL.get(call, call) for call in MODE_TABLE[mode].calls}
         self._calls = frozenset(call for call in legal if hasattr(target, call))
@@ -154,12 +157,9 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name in self._calls:
             return getattr(self._target, name)
-        scope = scope_to_write(name)
-        if not hasattr(self._target, scope):
-            scope = "inference_mode"
         hint = ""
-        if modes_allowing(name) and hasattr(self._target, name):
-            hint = f"; write: with policy.{scope}() as handle: handle.{name}(...)"
+        if modes_allowing(name) and (hasattr(self._target, name) or name in _ENGINE_CALLS):
+            hint = f"; write: with {self._kind}.{scope_to_write(name, self._kind)}() as handle: handle.{name}(...)"
         listed = ", ".join(sorted(self._calls))
         raise AttributeError(f"the handle of {self._mode} mode has no {name!r} (it has {listed}){hint}")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from rl_session.audit import AuditLog
 from rl_session.audit.events import Event
 from rl_session.config import Verify
+from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
 
@@ -50,7 +51,10 @@ class Run:
         """A function that writes an event of ``policy`` with the current step filled in."""
 
         def write(event: Event, *, scope_id: int | None = None, transition_id: int | None = None) -> int:
-            return self.log.write(event, policy=policy, scope_id=scope_id, transition_id=transition_id, step=self.step)
+            with DeferredInterrupt():  # or a record could be lost between its number and its line
+                return self.log.write(
+                    event, policy=policy, scope_id=scope_id, transition_id=transition_id, step=self.step
+                )
 
         return write
 

@@ -181,6 +181,10 @@ class EmulatedDevice(Device):
         self._delays = False
         self._poisons = False
 
+    def __reduce__(self) -> tuple[type[EmulatedDevice], tuple[int | None]]:
+        """A copy, here or in another process, is another device: weak references to storages cannot be copied."""
+        return type(self), (self.capacity,)
+
     def __repr__(self) -> str:
         return f"EmulatedDevice(capacity={self.capacity}, resident_bytes={self.resident_bytes})"
 

@@ -116,6 +116,7 @@ class _Transaction:
     buffered: list[Unit] = attrs.field(factory=list)
     copied: list[Unit] = attrs.field(factory=list)
     swapped: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
+    homes: list[torch.UntypedStorage] = attrs.field(factory=list)
 
 
 class Engine:
@@ -534,6 +535,7 @@ class Engine:
         fresh = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device.torch_device)
         fresh.copy_(tensors.byte_alias(found.storage))
         home = fresh.untyped_storage()
+        transaction.homes.append(home)
         for alias in unit.live_aliases():
             transaction.swapped.append((alias, alias.detach()))
             alias.data = tensors.fresh_view(alias, home)
@@ -565,7 +567,7 @@ class Engine:
             for alias, old in transaction.swapped:
                 alias.data = old
             taken = [u for u in transaction.onloaded if u.storage is not None and u.storage.nbytes() > 0]
-            self.device.free([u.storage for u in taken if u.storage is not None])
+            self.device.free([*(u.storage for u in taken if u.storage is not None), *transaction.homes])
             gone = {u: u.storage for u in transaction.freed if u.storage is not None and u.storage.nbytes() == 0}
             empty = {u: u.storage for u in transaction.emptied if u.storage is not None and u.storage.nbytes() == 0}
             self.device.allocate([*gone.values(), *empty.values()], [u.nbytes for u in (*gone, *empty)])
@@ -757,8 +759,8 @@ class Engine:
 
     def _rehome_on_host(self, snapshot: Snapshot) -> None:
         for unit in snapshot.units.values():
-            if unit.tier is Tier.DEVICE or unit.storage is None:
-                continue
+            if unit.tier is Tier.DEVICE or unit.storage is None or unit.storage.nbytes() > 0:
+                continue  # also what was built on the CPU and never moved
             home = torch.empty(unit.nbytes, dtype=torch.uint8)
             home.copy_(_host(unit)) if unit.tier is Tier.HOST else home.zero_()
             for alias in unit.live_aliases():

@@ -195,22 +195,37 @@ class Guard:
         explain: Gives the label of the policy and facts for messages.
         on_load: Called after a ``load_state_dict`` of module or optimizer.
         on_step: Called after every optimizer step.
+        on_train_forward: Called before every forward in train mode, which may write buffers (a batch norm's statistics
+            change without a version counter telling).
     """
 
     away: Callable[[Iterable[str]], list[str]]
     explain: Callable[[], tuple[str, tuple[str, ...]]]
     on_load: Callable[[], None]
     on_step: Callable[[], None]
+    on_train_forward: Callable[[], None] = lambda: None
     paused: int = 0
     _handles: list[RemovableHandle] = attrs.field(factory=list)
 
+    def __deepcopy__(self, memo: Any) -> Guard:
+        """Hooks are copied with the module that has them; the copy is nobody's, and nothing of it is ever away."""
+        return _inert_guard()
+
+    def __reduce__(self) -> Any:
+        return _inert_guard, ()
+
     def install(self, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
         """Register every hook; ``modules`` are the module and the wrappers through which it is called."""
+        modules = list(modules)
         for module in modules:
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward, prepend=True),
                 module.register_forward_hook(self._after_forward),
                 module.register_state_dict_pre_hook(self._before_state_dict),
+            ]
+        # On every submodule: torch wraps what a tensor raises while one is loaded alone in an error of its own.
+        for module in {id(m): m for root in modules for m in root.modules()}.values():
+            self._handles += [
                 module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
             ]
@@ -252,8 +267,10 @@ class Guard:
             raise OffloadedAccessError(f"{label}: {call} needs {', '.join(away)}, which are away", facts, remedy)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        del module, args
+        del args
         self.refuse("forward()", ("params", "buffers"), "with policy.logprob_mode(): model(...)")
+        if module.training and not torch.compiler.is_compiling():
+            self.on_train_forward()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
@@ -295,3 +312,7 @@ class Guard:
 
     def _after_optimizer_load(self, *_: Any) -> None:
         self.on_load()
+
+
+def _inert_guard() -> Guard:
+    return Guard(lambda _: [], lambda: ("policy", ()), lambda: None, lambda: None)

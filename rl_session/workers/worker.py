@@ -98,7 +98,8 @@ class Worker:
         self._is_torn = False
         self._last_checkpoint: str | None = None
         self._reference: Reference | None = None
-        self._guard = Guard(self.engine.away, explain, self._loaded, self._stepped)
+        self._buffers_written = False
+        self._guard = Guard(self.engine.away, explain, self._loaded, self._stepped, self._forwarded_in_train)
         self._first = self.engine.refresh(deep=True)
 
     def start(self) -> Description:
@@ -138,6 +139,7 @@ class Worker:
             FaultedError: It failed and could not be rolled back.
         """
         snapshot = self.engine.refresh()
+        self._distrust_buffers(snapshot)
         before = snapshot.placement
         target = self._target(request, snapshot)
         live_dropped = bool(snapshot.live_gradients) and self._drops(snapshot, target)
@@ -182,8 +184,13 @@ class Worker:
             raise OpenStepError(
                 f"{label}: going to {mode} while gradients are live that no optimizer step has consumed",
                 (*facts, 'live_gradients="refuse"'),
-                'step.commit() or step.abort() first, or OffloadConfig(live_gradients="preserve")',
+                f'{self._way_to_end_gradients()}, or OffloadConfig(live_gradients="preserve")',
             )
+
+    def _way_to_end_gradients(self) -> str:
+        if self.step is not None:
+            return "policy.open_step.commit()  # or .abort()"
+        return "optimizer.step()  # or optimizer.zero_grad()"
 
     def _drops(self, snapshot: Snapshot, target: Placement) -> bool:
         was = snapshot.placement[Component.GRADS]
@@ -233,6 +240,17 @@ class Worker:
     def _loaded(self) -> None:
         self.engine.forget_snapshots()
 
+    def _forwarded_in_train(self) -> None:
+        self._buffers_written = True
+
+    def _distrust_buffers(self, snapshot: Snapshot) -> None:
+        """After a forward in train mode, in whatever mode of ours, no host copy of a buffer stands for it."""
+        if self._buffers_written:
+            for key, found in snapshot.inventory.storages.items():
+                if Component.BUFFERS in found.components and snapshot.units[key].tier is Tier.DEVICE:
+                    snapshot.units[key].host_valid = False
+        self._buffers_written = False
+
     def _stepped(self) -> None:
         self.engine.stamps.consume(self._consumed_gradients())
         self.engine.forget_snapshots()
@@ -272,6 +290,8 @@ class Worker:
                 'attach(model, optimizer, reference="copy")',
             )
         swaps: list[Swap] = []
+        if self._buffers_written:
+            self._distrust_buffers(self.engine.refresh())
         stays_valid = MODE_TABLE[self._mode].read_only
         with _telling(swaps), self._reference.active(stays_valid=stays_valid, swaps=swaps) as module:
             forward = attrs.evolve(self.forward, module=module)
@@ -343,7 +363,7 @@ class Worker:
             raise OpenStepError(
                 f"{label}: {call} while a train step is open",
                 facts,
-                "step.commit() or step.abort() first; policy.open_step is the step",
+                self._way_to_end_gradients(),
             )
         live = self.engine.refresh().live_gradients
         # Zeros left by zero_grad(set_to_none=False) are nobody's work; what is away cannot be looked at and counts.
@@ -352,7 +372,7 @@ class Worker:
             raise OpenStepError(
                 f"{label}: {call} would zero gradients that no optimizer step has consumed",
                 (*facts, f"live gradients: {len(live)}, made by a loss.backward() outside this library"),
-                "optimizer.step() or optimizer.zero_grad() first, or OffloadConfig(live_gradients='discard')",
+                f'{self._way_to_end_gradients()}, or OffloadConfig(live_gradients="discard")',
             )
         self._discard_gradients()
 
@@ -427,6 +447,9 @@ class Worker:
         if structure is not None and self.engine.snapshots_intact:
             structure.put_back()
             if self.engine.restore_snapshot(_WRITTEN_BY_A_STEP):
+                if not isinstance(cause, Exception):  # Ctrl-C stays what it is
+                    cause.add_note(f"{label}: optimizer.step() was undone: all is as it was before the step")
+                    raise cause
                 raise OptimizerStepError(
                     f"{label}: optimizer.step() failed half-way",
                     (*facts, "parameters and optimizer state were restored from the host copies made before the step"),
@@ -652,6 +675,7 @@ class Worker:
 
     def detach(self) -> None:
         """Give model and optimizer back whole and take every hook off."""
+        self.engine.settle()  # what a failure left half-way, the weights behind a reference first of all
         self.engine.let_go()
         self._guard.remove()
         if self._reference is not None:

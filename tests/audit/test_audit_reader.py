@@ -82,7 +82,7 @@ def test_memory_does_not_grow_with_the_file(path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    assert peak(5000) < peak(50) + 100_000
+    assert peak(20_000) < peak(2000) + 100_000  # both have more lines than are read at a time
 
 
 def test_records_carry_the_typed_event_and_the_envelope(path: Path) -> None:

@@ -24,7 +24,7 @@ def losses(output: str) -> list[str]:
     return re.findall(r"loss (\S+)", output)
 
 
-def test_losses_are_the_same_to_the_last_bit_with_and_without_offloading(tmp_path):
+def test_losses_are_the_same_to_the_last_bit_with_and_without_offloading(tmp_path: Path) -> None:
     outputs = {}
     for name, extra in (("eager", []), ("never", ["--no-offload"])):
         run = subprocess.run(
@@ -37,7 +37,9 @@ def test_losses_are_the_same_to_the_last_bit_with_and_without_offloading(tmp_pat
     assert losses(outputs["eager"]) == losses(outputs["never"])
 
     moved = {
-        name: sum(r.event.bytes_moved for r in rs.read_audit(tmp_path / f"{name}.jsonl") if r.name == "transition.committed")
+        name: sum(
+            r.event.bytes_moved for r in rs.read_audit(tmp_path / f"{name}.jsonl") if r.name == "transition.committed"
+        )
         for name in outputs
     }
     assert moved["eager"] > 0
@@ -45,7 +47,7 @@ def test_losses_are_the_same_to_the_last_bit_with_and_without_offloading(tmp_pat
     assert f"{moved['eager']:,}" in outputs["eager"], "the table says what the log says"
 
 
-def test_an_interrupt_leaves_a_closed_and_readable_log(tmp_path):
+def test_an_interrupt_leaves_a_closed_and_readable_log(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     process = subprocess.Popen(
         command(log, "--steps", "500"), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -70,7 +72,7 @@ def test_an_interrupt_leaves_a_closed_and_readable_log(tmp_path):
     assert names.count("scope.entered") == names.count("scope.exited")
 
 
-def test_wrong_arguments_are_refused_with_usage():
+def test_wrong_arguments_are_refused_with_usage() -> None:
     run = subprocess.run(
         [sys.executable, str(EXAMPLE), "--steps", "0"], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )

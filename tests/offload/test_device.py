@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any, get_args
 
@@ -202,3 +203,13 @@ def test_the_public_device_is_the_one_the_library_uses_and_injected_faults_survi
     assert PublicDevice is EmulatedDevice
     assert str(pickle.loads(pickle.dumps(InjectedFault("x")))) == "x"
     assert "resident_bytes=0" in repr(EmulatedDevice(capacity=4))
+
+
+def test_a_copy_of_a_device_is_another_device_of_the_same_capacity() -> None:
+    device, data = EmulatedDevice(capacity=100), storage([1, 2, 3])
+    device.adopt([data])
+    for other in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
+        assert other is not device
+        assert (other.capacity, other.resident_bytes) == (100, 0)
+        del other
+    assert device.resident_bytes == 3

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from rl_session.errors import UnsupportedError
+from rl_session.errors import TransitionError, UnsupportedError
 from rl_session.lifecycle import Tier
+from rl_session.offload.device import EmulatedDevice
 from rl_session.offload.tensors import num_holders, storage_of
 
 D, H = Tier.DEVICE, Tier.HOST
@@ -210,3 +211,43 @@ def test_a_model_that_something_else_has_offloaded_is_refused_by_name(make: Make
     module.weight.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedError, match="weight has no bytes"):
         make(module, optimizer=None).engine.refresh()
+
+
+class Labelled(EmulatedDevice):
+    """As CUDA is to the CPU: only what it was given is on it, a model built elsewhere is not."""
+
+    def is_resident(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._resident
+
+
+def test_a_model_built_elsewhere_moves_in_once_and_lives_there(make: Make, equal: Any) -> None:
+    world = make(device=Labelled())
+    world.step()
+    assert world.engine.refresh().placement["params"] is H
+    before, identity = world.contents(), [id(p) for p in world.module.parameters()]
+    assert world.device.resident_bytes == 0
+    world.to(D)
+    assert world.device.resident_bytes == sum(data.numel() for data in before.values())
+    assert equal(world.contents(), before)
+    world.to(H)
+    assert set(world.scan().values()) == {0}
+    world.to(D)
+    assert equal(world.contents(), before)
+    assert [id(p) for p in world.module.parameters()] == identity
+    assert world.module.flipped.t().equal(world.module.body.weight)
+    world.step()
+
+
+def test_a_failed_move_in_leaves_the_model_where_it_was_built(make: Make, equal: Any) -> None:
+    world = make(device=Labelled())
+    world.step()
+    before = world.contents()
+    world.device.fail("synchronize", 1)
+    with pytest.raises(TransitionError):
+        world.to(D)
+    assert world.engine.refresh().placement["params"] is H
+    assert equal(world.contents(), before)
+    assert world.device.resident_bytes == 0
+    world.step()
+    world.engine.let_go()
+    world.step()

@@ -142,7 +142,9 @@ class UnprintableError(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UnprintableError])
+@pytest.mark.parametrize(
+    "kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UnprintableError]
+)
 @pytest.mark.parametrize("name", SCOPES)
 def test_the_error_of_the_body_is_the_one_raised(
     name: str, kind: type[BaseException], make: Callable[..., Any]

@@ -67,7 +67,7 @@ def test_a_second_thread_is_refused_at_once_and_told_who_has_it(make: Callable[.
         for act in (
             lambda: rig.policy.logprob_mode().__enter__(),
             lambda: rig.policy.switch("resident"),
-            lambda: rig.policy.begin_step(),
+            rig.policy.begin_step,
             rig.train,
         ):
             with pytest.raises(rs.OwnershipError) as caught:

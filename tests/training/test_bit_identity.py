@@ -112,7 +112,9 @@ def test_every_model_with_every_optimizer_gives_the_bits_of_a_plain_loop(
 def test_the_longest_way_through_the_host_gives_the_same_bits_for_every_optimizer(
     lab: SimpleNamespace, tmp_path: Path, device: EmulatedDevice, model: str, optimizer: str
 ) -> None:
-    program = "train open offloaded logprob refit more save commit logprob deep own_backward offload own_backward own_step"
+    program = (
+        "train open offloaded logprob refit more save commit logprob deep own_backward offload own_backward own_step"
+    )
     run_both(
         lab,
         tmp_path,
@@ -126,7 +128,17 @@ def test_the_longest_way_through_the_host_gives_the_same_bits_for_every_optimize
     )
 
 
-NEUTRAL = ("logprob", "reference", "refit", "offloaded", "offload", "evaluate", "switch_resident", "switch_offloaded", "save")
+NEUTRAL = (
+    "logprob",
+    "reference",
+    "refit",
+    "offloaded",
+    "offload",
+    "evaluate",
+    "switch_resident",
+    "switch_offloaded",
+    "save",
+)
 
 
 @st.composite

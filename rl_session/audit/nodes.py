@@ -1,0 +1,387 @@
+"""Records to nodes: scopes with the transitions, calls and events that happened inside them.
+
+A node is what a person calls one thing ("the way into training_mode at step 7"), made of several lines of the log. Works
+on plain dicts as they lie on the lines, so that a damaged or a later version's field costs that field alone. Streams: a
+node is handed out when its outermost scope has ended. Draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+from rl_session.audit.events import ENVELOPE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+Kind = Literal["scope", "transition", "call", "event"]
+Status = Literal["ok", "failed", "rolled back", "unfinished"]
+
+# A rank's line may be merged in after the driver's end of the transition: this many ended ones still take moves.
+_NUM_REMEMBERED = 64
+_ENDINGS: dict[str, Status] = {
+    "transition.committed": "ok",
+    "transition.rolled_back": "rolled back",
+    "transition.failed": "failed",
+}
+#: Events that tell of something gone wrong.
+TROUBLE = frozenset({"guard.rejected", "policy.faulted", "worker.lost", "warning", "step.aborted"})
+_ENVELOPE = frozenset(ENVELOPE)
+
+
+def whole(value: object) -> int:
+    """Return a count from a line, 0 where there is none."""
+    return value if type(value) is int else 0
+
+
+def real(value: object) -> float:
+    """Return a number from a line, 0.0 where there is none (NaN is written as null)."""
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def words(value: object) -> str:
+    """Return a text from a line, empty where there is none."""
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def own_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the event's own fields, without the envelope."""
+    return {key: value for key, value in record.items() if key not in _ENVELOPE}
+
+
+class Clock:
+    """Seconds since the first record.
+
+    Each source's monotonic clock is tied to its wall clock once, at its first record, so that a wall clock that is set
+    during the run bends nothing.
+    """
+
+    def __init__(self) -> None:
+        self._offsets: dict[str, int] = {}
+        #: Wall clock of the first record, nanoseconds since 1970.
+        self.start_ns: int | None = None
+
+    def seconds(self, record: dict[str, Any]) -> float:
+        """Return when the record was written."""
+        if self.start_ns is None:
+            self.start_ns = record["time_ns"]
+        offset = self._offsets.get(record["source"])
+        if offset is None:
+            offset = self._offsets[record["source"]] = record["time_ns"] - record["mono_ns"] - self.start_ns
+        return float(record["mono_ns"] + offset) / 1e9
+
+
+@attrs.define(kw_only=True, eq=False)
+class Move:
+    """One ``component.moved``."""
+
+    source: str
+    component: str
+    from_tier: str
+    to_tier: str
+    nbytes: int
+    seconds: float
+    elided: bool
+    end: float
+
+
+@attrs.define(kw_only=True, eq=False)
+class Node:
+    """One scope, transition, call or other event.
+
+    Attributes:
+        kind: What it is.
+        name: Mode of a scope, method of a call, else the event's name.
+        policy: The policy concerned, or None.
+        source: Who wrote it.
+        step: The session's step number, or None.
+        start: Seconds since the first record.
+        end: Likewise; None while it is unfinished.
+        depth: How many scopes of its policy are around it.
+        status: How it ended.
+        error: What went wrong, or empty.
+        record: The record that ended it, or began it while it is unfinished.
+        entered: For a scope: when its entry had committed. None when it never was.
+        call_site: For a scope.
+        from_mode: For a transition.
+        to_mode: For a transition.
+        reason: For a transition.
+        moves: For a transition: what moved, in the order of the log.
+        children: What happened inside.
+    """
+
+    kind: Kind
+    name: str
+    policy: str | None
+    source: str
+    step: int | None
+    start: float
+    end: float | None = None
+    depth: int = 0
+    status: Status = "ok"
+    error: str = ""
+    record: dict[str, Any]
+    entered: float | None = None
+    call_site: str = ""
+    from_mode: str = ""
+    to_mode: str = ""
+    reason: str = ""
+    moves: list[Move] = attrs.field(factory=list)
+    children: list[Node] = attrs.field(factory=list)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, None while it is unfinished."""
+        return None if self.end is None else self.end - self.start
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes copied, by this transition or by those inside."""
+        own = sum(move.nbytes for move in self.moves if not move.elided)
+        return own + sum(child.bytes_moved for child in self.children)
+
+    @property
+    def bytes_elided(self) -> int:
+        """Bytes that needed no copy, likewise."""
+        own = sum(move.nbytes for move in self.moves if move.elided)
+        return own + sum(child.bytes_elided for child in self.children)
+
+    def walk(self) -> Iterator[Node]:
+        """Yield this node and all inside it, outer ones first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@attrs.define(kw_only=True, eq=False)
+class _Open:
+    """What is open on one policy."""
+
+    scopes: list[Node] = attrs.field(factory=list)
+    by_id: dict[int, Node] = attrs.field(factory=dict)
+
+
+class NodeBuilder:
+    """Takes records one by one and gives back the nodes that are complete."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        #: When the latest record was written.
+        self.now = 0.0
+        self._policies: dict[str | None, _Open] = {}
+        self._transitions: OrderedDict[tuple[str | None, int], Node] = OrderedDict()
+        self._roots: set[Node] = set()
+
+    def feed(self, record: dict[str, Any]) -> list[Node]:
+        """Take a record; return the outermost nodes that it completed."""
+        at = self.clock.seconds(record)
+        self.now = max(self.now, at)
+        handle = _HANDLERS.get(record["event"])
+        return self._event(record, at) if handle is None else handle(self, record, at)
+
+    def finish(self) -> list[Node]:
+        """Return what was never completed, outermost nodes only."""
+        roots = sorted(self._roots, key=lambda node: node.start)
+        self._roots.clear()
+        return roots
+
+    # -- placing -------------------------------------------------------------------------------------------------
+
+    def _of(self, policy: str | None) -> _Open:
+        found = self._policies.get(policy)
+        if found is None:
+            found = self._policies[policy] = _Open()
+        return found
+
+    def _place(self, node: Node, parent: Node | None) -> list[Node]:
+        """Hang a node below its parent; one without a parent is a root, given back at once if it is complete."""
+        if parent is not None:
+            parent.children.append(node)
+            return []
+        if node.end is None:
+            self._roots.add(node)
+            return []
+        return [node]
+
+    def _complete(self, node: Node) -> list[Node]:
+        if node in self._roots:
+            self._roots.remove(node)
+            return [node]
+        return []
+
+    def _node(self, kind: Kind, name: str, record: dict[str, Any], start: float, **fields: Any) -> Node:
+        return Node(
+            kind=kind,
+            name=name,
+            policy=record.get("policy"),
+            source=record["source"],
+            step=record.get("step"),
+            start=start,
+            record=record,
+            **fields,
+        )
+
+    def _parent(self, record: dict[str, Any]) -> tuple[Node | None, int]:
+        """The scope that a record belongs to: the one it names, else the innermost one of its policy."""
+        open_ = self._of(record.get("policy"))
+        named = open_.by_id.get(whole(record.get("scope_id")))
+        parent = named or (open_.scopes[-1] if open_.scopes else None)
+        return parent, 0 if parent is None else parent.depth + 1
+
+    # -- scopes --------------------------------------------------------------------------------------------------
+
+    def _open_scope(self, record: dict[str, Any], at: float, name: str) -> Node:
+        """Begin a scope at its first sign, which is the transition that enters it."""
+        open_ = self._of(record.get("policy"))
+        outer = open_.scopes[-1] if open_.scopes else None
+        scope = self._node("scope", name, record, at, status="unfinished", depth=len(open_.scopes))
+        self._place(scope, outer)
+        open_.scopes.append(scope)
+        open_.by_id[whole(record.get("scope_id"))] = scope
+        return scope
+
+    def _scope_entered(self, record: dict[str, Any], at: float) -> list[Node]:
+        open_ = self._of(record.get("policy"))
+        scope = open_.by_id.get(whole(record.get("scope_id")))
+        if scope is None:
+            scope = self._open_scope(record, at, words(record.get("mode")))
+        scope.name = words(record.get("mode"))
+        scope.entered = at
+        scope.call_site = words(record.get("call_site"))
+        scope.record = record
+        return []
+
+    def _scope_exited(self, record: dict[str, Any], at: float) -> list[Node]:
+        open_ = self._of(record.get("policy"))
+        scope_id = whole(record.get("scope_id"))
+        scope = open_.by_id.get(scope_id)
+        if scope is None:  # its entry is lost: all that is known is how long it was open
+            start = max(0.0, at - real(record.get("seconds")))
+            scope = self._open_scope(record, start, words(record.get("mode")))
+        scope.error = words(record.get("error"))
+        return self._close_scope(scope, scope_id, record, at)
+
+    def _close_scope(self, scope: Node, scope_id: int, record: dict[str, Any], at: float) -> list[Node]:
+        open_ = self._of(record.get("policy"))
+        scope.end = at
+        scope.status = "failed" if scope.error else "ok"
+        scope.record = record
+        del open_.by_id[scope_id]
+        open_.scopes.remove(scope)
+        return self._complete(scope)
+
+    # -- transitions ---------------------------------------------------------------------------------------------
+
+    def _transition_started(self, record: dict[str, Any], at: float) -> list[Node]:
+        scope_id = record.get("scope_id")
+        open_ = self._of(record.get("policy"))
+        if scope_id is not None and scope_id not in open_.by_id:
+            self._open_scope(record, at, words(record.get("to_mode")))
+        parent, depth = self._parent(record)
+        node = self._node(
+            "transition",
+            "transition",
+            record,
+            at,
+            status="unfinished",
+            depth=depth,
+            from_mode=words(record.get("from_mode")),
+            to_mode=words(record.get("to_mode")),
+            reason=words(record.get("reason")),
+        )
+        self._transitions[record.get("policy"), whole(record.get("transition_id"))] = node
+        if len(self._transitions) > _NUM_REMEMBERED:
+            self._transitions.popitem(last=False)
+        return self._place(node, parent)
+
+    def _transition_ended(self, record: dict[str, Any], at: float) -> list[Node]:
+        node = self._transitions.get((record.get("policy"), whole(record.get("transition_id"))))
+        done: list[Node] = []
+        if node is None or node.end is not None:  # its start is lost
+            parent, depth = self._parent(record)
+            start = max(0.0, at - real(record.get("seconds")))
+            node = self._node("transition", "transition", record, start, depth=depth)
+            node.end = at
+            done = self._place(node, parent)
+        node.end = at
+        node.record = record
+        node.status = _ENDINGS[record["event"]]
+        node.error = words(record.get("error"))
+        node.from_mode = node.from_mode or words(record.get("from_mode"))
+        node.to_mode = node.to_mode or words(record.get("to_mode"))
+        done += self._complete(node)
+        return done + self._give_up_entry(node, record, at)
+
+    def _give_up_entry(self, node: Node, record: dict[str, Any], at: float) -> list[Node]:
+        """A scope whose way in failed was never entered: it ends with its transition."""
+        scope_id = whole(record.get("scope_id"))
+        scope = self._of(record.get("policy")).by_id.get(scope_id)
+        if node.status == "ok" or scope is None or scope.entered is not None:
+            return []
+        scope.error = node.error or node.status
+        return self._close_scope(scope, scope_id, record, at)
+
+    def _component_moved(self, record: dict[str, Any], at: float) -> list[Node]:
+        move = Move(
+            source=record["source"],
+            component=words(record.get("component")),
+            from_tier=words(record.get("from_tier")),
+            to_tier=words(record.get("to_tier")),
+            nbytes=whole(record.get("nbytes")),
+            seconds=real(record.get("seconds")),
+            elided=record.get("elided") is True,
+            end=at,
+        )
+        node = self._transitions.get((record.get("policy"), whole(record.get("transition_id"))))
+        if node is None:  # a move outside every transition is an event of its own
+            done = self._event(record, at)
+            target = done[0] if done else self._parent(record)[0]
+            if target is not None:
+                (target if done else target.children[-1]).moves.append(move)
+            return done
+        node.moves.append(move)
+        return []
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def _call_finished(self, record: dict[str, Any], at: float) -> list[Node]:
+        parent, depth = self._parent(record)
+        start = max(0.0, at - real(record.get("seconds")))
+        node = self._node("call", words(record.get("method")), record, start, depth=depth)
+        node.end = at
+        node.error = words(record.get("error"))
+        node.status = "failed" if node.error else "ok"
+        return self._place(node, parent)
+
+    def _event(self, record: dict[str, Any], at: float) -> list[Node]:
+        transition = self._transitions.get((record.get("policy"), whole(record.get("transition_id"))))
+        parent, depth = (transition, transition.depth + 1) if transition else self._parent(record)
+        seconds = 0.0 if record["event"].startswith("session.") else real(record.get("seconds"))
+        node = self._node("event", record["event"], record, max(0.0, at - seconds), depth=depth)
+        node.end = at
+        node.error = words(record.get("error")) or words(record.get("cause"))
+        node.status = "failed" if record["event"] in TROUBLE or node.error else "ok"
+        return self._place(node, parent)
+
+
+_HANDLERS = {
+    "scope.entered": NodeBuilder._scope_entered,
+    "scope.exited": NodeBuilder._scope_exited,
+    "transition.started": NodeBuilder._transition_started,
+    "transition.committed": NodeBuilder._transition_ended,
+    "transition.rolled_back": NodeBuilder._transition_ended,
+    "transition.failed": NodeBuilder._transition_ended,
+    "component.moved": NodeBuilder._component_moved,
+    "call.finished": NodeBuilder._call_finished,
+}
+
+
+def build_nodes(records: Iterable[dict[str, Any]]) -> Iterator[Node]:
+    """Yield the outermost nodes of a log, as each is complete; those that never were come last."""
+    builder = NodeBuilder()
+    for record in records:
+        yield from builder.feed(record)
+    yield from builder.finish()

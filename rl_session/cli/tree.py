@@ -1,0 +1,239 @@
+"""The tree of ``rl-session audit show``.
+
+Knows how a node looks; which nodes there are, ``rl_session.audit.show`` decides. Without ``--follow`` a step is drawn when
+it has ended, so that its first line can say how long it took; with it, each line comes as it is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rl_session.audit.nodes import TROUBLE, Clock, Move, Node, NodeBuilder
+from rl_session.audit.show import Filters, Group, Grouper, detail, prune
+from rl_session.cli.text import Printer, bytes_text, printable, rate_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_TIME_WIDTH = 11
+_NAME_WIDTH = 34
+_MAX_VALUE = 120
+
+
+def print_tree(records: Iterable[dict[str, Any]], filters: Filters, *, moves: bool = False) -> bool:
+    """Print the tree of a log; returns whether there was anything to print."""
+    drawer = _Drawer(filters, moves=moves)
+    grouper = Grouper(filters)
+    for record in records:
+        for group in grouper.feed(record):
+            drawer.group(group)
+    for group in grouper.finish():
+        drawer.group(group)
+    return drawer.num_lines > 0
+
+
+def follow_tree(records: Iterable[dict[str, Any]], filters: Filters, *, moves: bool = False) -> bool:
+    """Print each scope as it is entered and left, and everything else as it ends."""
+    drawer = _Drawer(filters, moves=moves)
+    builder = _Live(drawer, filters)
+    for record in records:
+        builder.feed(record)
+        drawer.out.flush()
+    return drawer.num_lines > 0
+
+
+class _Drawer:
+    def __init__(self, filters: Filters, *, moves: bool) -> None:
+        self.out = Printer()
+        self.num_lines = 0
+        self._filters = filters
+        self._has_moves = moves or filters.rank is not None or filters.wants_moves
+        self._has_steps = False
+
+    # -- groups and nodes ----------------------------------------------------------------------------------------
+
+    def group(self, group: Group) -> None:
+        """Draw what happened in a step, or between two."""
+        start, end = group.span
+        self._has_steps = self._has_steps or group.step is not None
+        if self._has_steps:
+            self._step_line(group, start, end)
+        for node in group.nodes:
+            self._draw(node, "", "")
+
+    def _step_line(self, group: Group, start: float, end: float) -> None:
+        name = "between steps" if group.step is None else f"step {group.step}"
+        moved = sum(node.bytes_moved for node in group.nodes)
+        elided = sum(node.bytes_elided for node in group.nodes)
+        said = [seconds_text(end - start)] if end > start else []
+        if end > start and group.moving:
+            said.append(f"{share_text(group.moving / (end - start))} of it moving")
+        said += [f"{bytes_text(moved)} moved"] if moved else []
+        said += [f"{bytes_text(elided)} elided"] if elided else []
+        if self.num_lines:
+            self.out.line()
+        self._line(start, self.out.style(name, "head") + "  " + self.out.style(", ".join(said), "dim"))
+
+    def _draw(self, node: Node, before: str, below: str) -> None:
+        """Draw a node after ``before``, and what is inside it after ``below``."""
+        self._line(node.start, self.out.style(before, "dim") + self.node_text(node, len(before)))
+        parts: list[Node | Move] = sorted([*node.children, *self._shown_moves(node)], key=_start)
+        for index, part in enumerate(parts):
+            is_last = index == len(parts) - 1
+            head = below + ("\N{BOX DRAWINGS LIGHT UP AND RIGHT}" if is_last else "\N{BOX DRAWINGS LIGHT VERTICAL AND RIGHT}")
+            head += "\N{BOX DRAWINGS LIGHT HORIZONTAL} "
+            if isinstance(part, Move):
+                self._line(_start(part), self.out.style(head, "dim") + self._move_text(part))
+            else:
+                self._draw(part, head, below + ("   " if is_last else "\N{BOX DRAWINGS LIGHT VERTICAL}  "))
+
+    def _shown_moves(self, node: Node) -> list[Move]:
+        return node.moves if self._has_moves and node.kind == "transition" else []
+
+    def _line(self, at: float, text: str) -> None:
+        self.out.line(self.out.style(f"{at:>{_TIME_WIDTH}.3f}  ", "dim") + text)
+        self.num_lines += 1
+
+    def live_line(self, at: float, depth: int, text: str) -> None:
+        """Draw one line of a log that is being written."""
+        self._line(at, self.out.style("\N{BOX DRAWINGS LIGHT VERTICAL}  " * depth, "dim") + text)
+
+    # -- texts ---------------------------------------------------------------------------------------------------
+
+    def node_text(self, node: Node, indent: int = 0) -> str:
+        """Return the line of a node."""
+        said = self._facts(node)
+        name, style = _name(node)
+        is_bad = node.status in ("failed", "rolled back")
+        padded = printable(name).ljust(max(0, _NAME_WIDTH - indent))
+        return "  ".join([self.out.style(padded, "bad" if is_bad else style), *said]).rstrip()
+
+    def _facts(self, node: Node) -> list[str]:
+        out = self.out
+        said = []
+        if node.kind != "event" or (node.seconds or 0) > 0:
+            lasted = "unfinished" if node.end is None else seconds_text(node.seconds or 0.0)
+            said.append(out.style(lasted.ljust(10), "warn" if node.end is None else ""))
+        if node.kind == "transition":
+            said.append(self._bytes(node))
+        if node.kind in ("scope", "event") and node.policy and node.depth == 0:
+            said.append(printable(node.policy))
+        if node.call_site:
+            said.append(out.style(printable(node.call_site), "where"))
+        if node.kind == "event":
+            said.append(out.style(_values(detail(node)), "dim" if node.name not in TROUBLE else "warn"))
+        if node.kind == "call" and (changed := detail(node).get("changed")):
+            said.append(out.style(_changed(changed), "dim"))
+        if node.kind == "transition" and (node.depth == 0 or node.status not in ("ok", "unfinished")):
+            said.append(out.style(printable(node.reason), "dim"))
+        if node.status == "rolled back":
+            said.append(out.style("rolled back", "bad"))
+        if node.error:
+            said.append(out.style(printable(node.error), "bad"))
+        return [part for part in said if part]
+
+    def _bytes(self, node: Node) -> str:
+        moved, elided = node.bytes_moved, node.bytes_elided
+        parts = []
+        if moved:
+            rate = rate_text(moved / node.seconds / 1e9) if node.seconds else ""
+            parts.append(f"{bytes_text(moved)} moved" + (f" at {rate}" if rate else ""))
+        if elided:
+            parts.append(f"{bytes_text(elided)} elided")
+        return ", ".join(parts) if parts else self.out.style("nothing to move", "dim")
+
+    def _move_text(self, move: Move) -> str:
+        source = "" if move.source == "driver" else f"{printable(move.source)}  "
+        way = f"{move.from_tier} \N{RIGHTWARDS ARROW} {move.to_tier}"
+        how = "elided" if move.elided else seconds_text(move.seconds)
+        text = f"{source}{printable(move.component)} {printable(way)}  {bytes_text(move.nbytes)}  {how}"
+        return self.out.style(text, "dim") if move.elided else text
+
+
+class _Live:
+    """Follows records: a node is drawn when it ends, a scope also when it begins."""
+
+    def __init__(self, drawer: _Drawer, filters: Filters) -> None:
+        self._drawer = drawer
+        self._filters = filters
+        self._builder = NodeBuilder()
+        self._clock = Clock()
+        self._drawn: set[int] = set()
+        self._depths: dict[str | None, int] = {}
+
+    def feed(self, record: dict[str, Any]) -> None:
+        at = self._clock.seconds(record)
+        event = record["event"]
+        policy = record.get("policy")
+        depth = self._depths.get(policy, 0)
+        if event == "scope.exited":
+            depth = self._depths[policy] = max(0, depth - 1)
+        elif event == "scope.entered":
+            self._depths[policy] = depth + 1
+        self._follow(record, at, depth)
+
+    def _follow(self, record: dict[str, Any], at: float, depth: int) -> None:
+        event = record["event"]
+        ended = self._one(record)
+        if ended is None or prune(ended, self._filters, self._clock.start_ns or 0) is None:
+            return
+        out = self._drawer.out
+        if event == "scope.entered":
+            name = out.style(f"\N{BLACK RIGHT-POINTING SMALL TRIANGLE} {printable(ended.name)}", ended.name)
+            text = f"{name}  {out.style(printable(ended.call_site), 'where')}"
+            self._drawer.live_line(at, depth, text)
+        elif event == "scope.exited":
+            mark = "\N{BLACK LEFT-POINTING SMALL TRIANGLE} "
+            self._drawer.live_line(at, depth, mark + self._drawer.node_text(ended, 2))
+        else:
+            self._drawer.live_line(at, depth, self._drawer.node_text(ended, 3 * depth))
+
+    def _one(self, record: dict[str, Any]) -> Node | None:
+        """The node that a record ends or begins, alone."""
+        if record["event"] in ("transition.started", "component.moved"):
+            self._builder.feed(record)
+            return None
+        node = self._builder.watch(record)
+        return node
+
+
+def _start(part: Node | Move) -> float:
+    return max(0.0, part.end - part.seconds) if isinstance(part, Move) else part.start
+
+
+def _name(node: Node) -> tuple[str, str]:
+    match node.kind:
+        case "scope":
+            return node.name, node.name
+        case "transition":
+            return f"{node.from_mode} \N{RIGHTWARDS ARROW} {node.to_mode}", ""
+        case "call":
+            return f"{node.name}()", ""
+        case _:
+            return node.name, "warn" if node.name in TROUBLE else ""
+
+
+def _values(fields: dict[str, Any]) -> str:
+    return "  ".join(f"{key} {_value(key, value)}" for key, value in fields.items())
+
+
+def _value(key: str, value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and (key == "nbytes" or key.endswith(("_bytes", "_budget"))):
+        return bytes_text(value)
+    text = value if isinstance(value, str) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    text = text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}..."
+    return printable(text)
+
+
+def _changed(changes: object) -> str:
+    if not isinstance(changes, list):
+        return ""
+    said = []
+    for change in changes:
+        if isinstance(change, dict):
+            nbytes = change.get("nbytes")
+            size = bytes_text(nbytes) if isinstance(nbytes, int) else "?"
+            said.append(f"{change.get('component')} now {size} ({change.get('tier')})")
+    return printable(", ".join(said))
