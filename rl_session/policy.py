@@ -433,8 +433,9 @@ class Policy(TrainableModel):
         """
         if bucket_nbytes < 1:
             raise ConfigError(f"iter_weights(bucket_nbytes={bucket_nbytes})", (), "iter_weights(bucket_nbytes=2**28)")
-        self._control.ready("iter_weights()")
-        self._control.check_mode("iter_weights")
+        with self._control.lock:
+            self._control.ready("iter_weights()")
+            self._control.check_mode("iter_weights")
         return self._buckets(bucket_nbytes)
 
     def _buckets(self, bucket_nbytes: int) -> Iterator[dict[str, Tensor]]:

@@ -171,6 +171,8 @@ class NodeBuilder:
         self.clock = Clock()
         #: When the latest record was written.
         self.now = 0.0
+        #: The node that the latest record began or ended.
+        self.touched: Node | None = None
         self._policies: dict[str | None, _Open] = {}
         self._transitions: OrderedDict[tuple[str | None, int], Node] = OrderedDict()
         self._roots: set[Node] = set()
@@ -252,6 +254,7 @@ class NodeBuilder:
         scope.entered = at
         scope.call_site = words(record.get("call_site"))
         scope.record = record
+        self.touched = scope
         return []
 
     def _scope_exited(self, record: dict[str, Any], at: float) -> list[Node]:
@@ -269,6 +272,7 @@ class NodeBuilder:
         scope.end = at
         scope.status = "failed" if scope.error else "ok"
         scope.record = record
+        self.touched = scope
         del open_.by_id[scope_id]
         open_.scopes.remove(scope)
         return self._complete(scope)
@@ -313,7 +317,9 @@ class NodeBuilder:
         node.from_mode = node.from_mode or words(record.get("from_mode"))
         node.to_mode = node.to_mode or words(record.get("to_mode"))
         done += self._complete(node)
-        return done + self._give_up_entry(node, record, at)
+        done += self._give_up_entry(node, record, at)
+        self.touched = node
+        return done
 
     def _give_up_entry(self, node: Node, record: dict[str, Any], at: float) -> list[Node]:
         """A scope whose way in failed was never entered: it ends with its transition."""
@@ -354,7 +360,18 @@ class NodeBuilder:
         node.end = at
         node.error = words(record.get("error"))
         node.status = "failed" if node.error else "ok"
+        self.touched = node
+        self._adopt(node, parent)
         return self._place(node, parent)
+
+    @staticmethod
+    def _adopt(call: Node, parent: Node | None) -> None:
+        """Take in the facts that were written while the call ran: their lines come before its own."""
+        siblings = [] if parent is None else parent.children
+        while siblings and siblings[-1].kind == "event" and siblings[-1].start >= call.start:
+            fact = siblings.pop()
+            fact.depth += 1
+            call.children.insert(0, fact)
 
     def _event(self, record: dict[str, Any], at: float) -> list[Node]:
         transition = self._transitions.get((record.get("policy"), whole(record.get("transition_id"))))
@@ -364,6 +381,7 @@ class NodeBuilder:
         node.end = at
         node.error = words(record.get("error")) or words(record.get("cause"))
         node.status = "failed" if record["event"] in TROUBLE or node.error else "ok"
+        self.touched = node
         return self._place(node, parent)
 
 

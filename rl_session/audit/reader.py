@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,17 @@ _CHUNK_NBYTES = 64 * 2**10
 _PROBE_LINES = 64
 # How many places of lines that are no record are remembered, for messages.
 _MAX_PLACES = 1000
+
+_REQUIRED = {
+    "schema": int,
+    "run_id": str,
+    "source": str,
+    "seq": int,
+    "time_ns": int,
+    "mono_ns": int,
+    "event": str,
+}
+_OPTIONAL = {"policy": str, "scope_id": int, "transition_id": int, "step": int}
 
 
 @attrs.frozen(kw_only=True)
@@ -510,41 +522,28 @@ def _loads_or_none(line: bytes) -> dict[str, Any] | None:
     return fields if _is_record(fields) else None
 
 
+_envelope_of = itemgetter(*ENVELOPE)
+# Types of envelopes that were found whole. There are 16: each of the last four may be null.
+_WHOLE: set[tuple[type, ...]] = set()
+
+
 def _is_record(fields: Any) -> bool:
     """Whether a line holds a whole envelope; adds the keys that may be missing."""
-    # Types are compared exactly: a bool is an int to isinstance.
-    if type(fields) is not dict:
-        return False
     try:
-        if not (
-            type(fields["schema"]) is int
-            and type(fields["run_id"]) is str
-            and type(fields["source"]) is str
-            and type(fields["seq"]) is int
-            and type(fields["time_ns"]) is int
-            and type(fields["mono_ns"]) is int
-            and type(fields["event"]) is str
-        ):
+        if tuple(map(type, _envelope_of(fields))) in _WHOLE:
+            return True
+    except (KeyError, TypeError):  # a key is missing, or it is no dictionary
+        if type(fields) is not dict:
             return False
-    except KeyError:
-        return False
-    try:
-        policy, scope, transition, step = (
-            fields["policy"],
-            fields["scope_id"],
-            fields["transition_id"],
-            fields["step"],
-        )
-    except KeyError:
-        for key in ("policy", "scope_id", "transition_id", "step"):
-            fields.setdefault(key, None)
-        return _is_record(fields)
-    return (
-        (policy is None or type(policy) is str)
-        and (scope is None or type(scope) is int)
-        and (transition is None or type(transition) is int)
-        and (step is None or type(step) is int)
+    for key in _OPTIONAL:
+        fields.setdefault(key, None)
+    # Types are compared exactly: a bool is an int to isinstance.
+    is_whole = all(type(fields.get(key)) is kind for key, kind in _REQUIRED.items()) and all(
+        fields[key] is None or type(fields[key]) is kind for key, kind in _OPTIONAL.items()
     )
+    if is_whole:
+        _WHOLE.add(tuple(map(type, _envelope_of(fields))))
+    return is_whole
 
 
 def _to_record(fields: dict[str, Any]) -> Record:

@@ -21,6 +21,7 @@ import attrs
 from rl_session.audit.reader import AuditReader
 
 __all__ = [
+    "OpenCall",
     "OpenScope",
     "OpenStep",
     "OpenTransition",
@@ -99,6 +100,16 @@ class OpenStep:
 
 
 @attrs.frozen
+class OpenCall:
+    """A call that has written what it did, and not yet its end. (A call writes nothing when it begins.)"""
+
+    method: str
+    source: str
+    seq: int
+    time_ns: int
+
+
+@attrs.frozen
 class PolicyState:
     """One policy at one instant.
 
@@ -110,9 +121,12 @@ class PolicyState:
         scopes: Open scopes, the outermost first.
         transition: The transition under way, if one is.
         open_step: The open train step, if one is.
+        open_call: A call under way, as far as it can be known.
         weights_version: Of the last publication; None before the first.
         reference_in: Whether the reference stands in for the live weights.
         is_certain: False from a failure that could not be undone until the log says again where everything is.
+        source: Of the record that created it.
+        seq: Likewise.
     """
 
     name: str
@@ -122,9 +136,12 @@ class PolicyState:
     scopes: tuple[OpenScope, ...] = ()
     transition: OpenTransition | None = None
     open_step: OpenStep | None = None
+    open_call: OpenCall | None = None
     weights_version: int | None = None
     reference_in: bool = False
     is_certain: bool = True
+    source: str = ""
+    seq: int = -1
 
     @property
     def placement(self) -> dict[str, str]:
@@ -217,20 +234,23 @@ class _Policy:
         "is_certain",
         "mode",
         "name",
+        "open_call",
         "open_step",
-        "pending_call",
+        "origin",
         "reference_in",
         "resting_mode",
         "scopes",
+        "settled",
         "snapshot",
         "transition",
         "unsure",
-        "way_out_failed",
+        "way_out",
         "weights_version",
     )
 
-    def __init__(self, name: str, mode: str, components: dict[str, dict[str, int]]) -> None:
+    def __init__(self, name: str, mode: str, components: dict[str, dict[str, int]], origin: tuple[str, int]) -> None:
         self.name = name
+        self.origin = origin
         self.health = "ok"
         self.mode = mode
         # Where outermost exits go. Unknown until one does, or a switch says so.
@@ -238,15 +258,15 @@ class _Policy:
         self.components = components
         # Components of which it is not known where they are, after a fault.
         self.unsure: set[str] = set()
+        self.settled: set[str] = set()
         self.scopes: list[OpenScope] = []
         self.transition: OpenTransition | None = None
-        # The scope whose way out was rolled back: its mode is the outer one all the same.
-        self.way_out_failed: tuple[str, int | None] | None = None
+        # The open scope that has made its way out, and the mode it leads to.
+        self.way_out: tuple[tuple[str, int | None], str] | None = None
         self.open_step: OpenStep | None = None
         self.weights_version: int | None = None
         self.reference_in = False
-        # A call of which a fact was written, and not its end.
-        self.pending_call: tuple[str, str, int, int] | None = None
+        self.open_call: OpenCall | None = None
         self.snapshot: PolicyState | None = None
 
     def state(self) -> PolicyState:
@@ -259,9 +279,12 @@ class _Policy:
                 scopes=tuple(self.scopes),
                 transition=self.transition,
                 open_step=self.open_step,
+                open_call=self.open_call,
                 weights_version=self.weights_version,
                 reference_in=self.reference_in,
                 is_certain=not self.unsure,
+                source=self.origin[0],
+                seq=self.origin[1],
             )
         return self.snapshot
 
@@ -298,7 +321,8 @@ class Replay:
         if policy is None:
             if handler is not Replay._created:
                 self._say("unknown_policy", f"{record['event']} of policy {record['policy']!r}, which was not created")
-            policy = self._policies[record["policy"]] = _Policy(record["policy"], _mode_before(record), {})
+            origin = (record["source"], record["seq"])
+            policy = self._policies[record["policy"]] = _Policy(record["policy"], _mode_before(record), {}, origin)
         policy.snapshot = None
         try:
             handler(self, policy, record)
@@ -317,20 +341,31 @@ class Replay:
             policies={name: policy.state() for name, policy in self._policies.items()},
         )
 
+    def open_scopes(self, policy: str | None) -> list[OpenScope]:
+        """The open scopes of one policy, the outermost first; none of one that was not created."""
+        found = self._policies.get(policy or "")
+        return found.scopes if found is not None else []
+
     # -- policies ------------------------------------------------------------------------------------------------
 
     def _created(self, policy: _Policy, record: _Dict) -> None:
-        if policy.mode and policy.health != "closed" and record["seq"] and policy.components:
+        origin = (record["source"], record["seq"])
+        if policy.health != "closed" and policy.origin != origin:
             self._say("created_twice", f"policy {policy.name!r} was created before and not closed")
-        fresh = _Policy(policy.name, record["mode"], _components(record["placement"], record["nbytes"]))
-        self._policies[policy.name] = fresh
+        components = _components(record["placement"], record["nbytes"])
+        self._policies[policy.name] = _Policy(policy.name, record["mode"], components, origin)
 
     def _closed(self, policy: _Policy, record: _Dict) -> None:
         del record
         for scope in policy.scopes:
             self._say("scope_not_exited", f"policy {policy.name!r} was closed with scope {scope.scope_id} open")
+        if policy.transition is not None:
+            number = policy.transition.transition_id
+            self._say("transition_not_ended", f"policy {policy.name!r} was closed in transition {number}")
+        if policy.open_call is not None:
+            self._say("call_not_ended", f"policy {policy.name!r} was closed in {policy.open_call.method}()")
         policy.scopes.clear()
-        policy.health, policy.open_step = "closed", None
+        policy.health, policy.transition, policy.open_step, policy.open_call = "closed", None, None, None
 
     def _faulted(self, policy: _Policy, record: _Dict) -> None:
         del record
@@ -384,21 +419,23 @@ class Replay:
                 scopes.remove(scope)
         if scope is not None and scope.mode != record["mode"]:
             self._say("mode", f"scope {number}: exited as {record['mode']!r}, entered as {scope.mode!r}")
-        self._restore(policy, number, restored, moved=policy.way_out_failed == key)
-        policy.way_out_failed = None
+        self._restore(policy, key, restored)
 
-    def _restore(self, policy: _Policy, number: int | None, restored: str, *, moved: bool) -> None:
+    def _restore(self, policy: _Policy, key: tuple[str, int | None], restored: str) -> None:
+        """Judge the mode that a scope leaves behind, and follow it where it did."""
+        way_out, policy.way_out = policy.way_out, None
         outer = policy.scopes[-1].mode if policy.scopes else policy.resting_mode
-        if moved:  # the way out was rolled back: the outer mode is in effect without it
-            policy.mode = restored
-        # Closed without a transition (by a fault, close() or recover()), a scope leaves the mode as it is.
-        stands = restored == policy.mode
+        if way_out is not None and way_out[0] == key:
+            # Rolled back or not, after a way out the outer mode is in effect.
+            outer = way_out[1] if outer is None else outer
+            policy.mode = way_out[1]
         if outer is None:
             policy.resting_mode = restored
-        elif restored != outer and not stands:
-            self._say("restored_mode", f"scope {number}: restored_mode {restored!r} is not {outer!r}")
-        elif restored != outer and policy.health == "ok":
-            self._say("restored_mode", f"scope {number}: restored_mode {restored!r} is not {outer!r}")
+        # Closed without a way out (by a fault, close() or recover()), a scope leaves the mode as it is.
+        elif restored not in (outer, policy.mode):
+            self._say("restored_mode", f"scope {key[1]}: restored_mode {restored!r} is not {outer!r}")
+        elif way_out is not None and way_out[0] == key and restored != way_out[1]:
+            self._say("restored_mode", f"scope {key[1]}: restored_mode {restored!r}, left for {way_out[1]!r}")
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
@@ -435,15 +472,21 @@ class Replay:
     def _committed(self, policy: _Policy, record: _Dict) -> None:
         self._end(policy, record)
         policy.mode = record["to_mode"]
-        policy.way_out_failed = None
+        policy.unsure -= policy.settled
+        policy.settled.clear()
+        self._note_way_out(policy, record)
         if not policy.scopes and record["scope_id"] is None:
             policy.resting_mode = record["to_mode"]
 
     def _rolled_back(self, policy: _Policy, record: _Dict) -> None:
         self._end(policy, record)
-        is_open = any(s.scope_id == record["scope_id"] and s.source == record["source"] for s in policy.scopes)
-        if is_open:
-            policy.way_out_failed = (record["source"], record["scope_id"])
+        self._note_way_out(policy, record)
+
+    def _note_way_out(self, policy: _Policy, record: _Dict) -> None:
+        """A transition of a scope that is open is its way out: the way in came before ``scope.entered``."""
+        key = (record["source"], record["scope_id"])
+        if any((s.source, s.scope_id) == key for s in policy.scopes):
+            policy.way_out = (key, record["to_mode"])
 
     def _failed(self, policy: _Policy, record: _Dict) -> None:
         self._end(policy, record)
@@ -454,9 +497,12 @@ class Replay:
         from_tier, to_tier = record["from_tier"], record["to_tier"]
         tiers = policy.components.setdefault(component, {})
         if component in policy.unsure:
-            policy.unsure.discard(component)
-            tiers.clear()
-        elif from_tier != "none":
+            # Part of it may have been at its goal before; when this has ended, all of it is.
+            total = max(nbytes, sum(tiers.values()))
+            policy.components[component] = {} if to_tier == "none" else {to_tier: total}
+            policy.settled.add(component)
+            return
+        if from_tier != "none":
             self._leave(policy, component, tiers, from_tier, nbytes)
         if to_tier != "none" and (nbytes or not tiers):
             tiers[to_tier] = tiers.get(to_tier, 0) + nbytes
@@ -470,7 +516,9 @@ class Replay:
             elsewhere = {tier: n for tier, n in tiers.items() if n}
             where = ", ".join(f"{n} on {tier}" for tier, n in elsewhere.items()) or "none elsewhere"
             text = f"{policy.name}: {nbytes} bytes of {component} moved from {from_tier}, {-left} more than were there ({where})"
-            is_wrong = component in _NEVER_GROWS or (left == -nbytes and elsewhere)
+            # With several policies, a storage they share may have been moved under the name of another.
+            is_shared = len(self._policies) > 1 and left != -nbytes
+            is_wrong = (component in _NEVER_GROWS and not is_shared) or (left == -nbytes and elsewhere)
             (self._say if is_wrong else self._note)("moved_from", text)
 
     def _dropped(self, policy: _Policy, record: _Dict) -> None:
@@ -479,7 +527,7 @@ class Replay:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def _called(self, policy: _Policy, record: _Dict) -> None:
-        policy.pending_call = None
+        policy.open_call = None
         if record["mode"] != policy.mode:
             self._say("mode", f"{record['method']}() in {record['mode']!r}, but {policy.mode!r} is in effect")
         _change(policy, record["changed"])
@@ -505,17 +553,17 @@ class Replay:
         if is_in == policy.reference_in:
             self._say("reference", f"policy {policy.name!r}: the reference was swapped {record['direction']} twice")
         policy.reference_in = is_in
-        policy.pending_call = ("get_reference_policy_logprobs", record["source"], record["seq"], record["time_ns"])
+        policy.open_call = OpenCall("get_reference_policy_logprobs", record["source"], record["seq"], record["time_ns"])
         tiers = policy.components.get("reference")
         if tiers and record["kind"] == "module":
             nbytes = sum(tiers.values())
             policy.components["reference"] = {"device" if is_in else "host": nbytes}
 
     def _saved(self, policy: _Policy, record: _Dict) -> None:
-        policy.pending_call = ("save_checkpoint", record["source"], record["seq"], record["time_ns"])
+        policy.open_call = OpenCall("save_checkpoint", record["source"], record["seq"], record["time_ns"])
 
     def _loaded(self, policy: _Policy, record: _Dict) -> None:
-        policy.pending_call = ("load_checkpoint", record["source"], record["seq"], record["time_ns"])
+        policy.open_call = OpenCall("load_checkpoint", record["source"], record["seq"], record["time_ns"])
 
     def _published(self, policy: _Policy, record: _Dict) -> None:
         version = record["version"]

@@ -160,7 +160,6 @@ class _Live:
         self._filters = filters
         self._builder = NodeBuilder()
         self._clock = Clock()
-        self._drawn: set[int] = set()
         self._depths: dict[str | None, int] = {}
 
     def feed(self, record: dict[str, Any]) -> None:
@@ -176,8 +175,11 @@ class _Live:
 
     def _follow(self, record: dict[str, Any], at: float, depth: int) -> None:
         event = record["event"]
-        ended = self._one(record)
-        if ended is None or prune(ended, self._filters, self._clock.start_ns or 0) is None:
+        self._builder.feed(record)
+        ended = self._builder.touched
+        if event in ("transition.started", "component.moved") or ended is None:
+            return
+        if prune(ended, self._filters, self._clock.start_ns or 0) is None:
             return
         out = self._drawer.out
         if event == "scope.entered":
@@ -189,14 +191,6 @@ class _Live:
             self._drawer.live_line(at, depth, mark + self._drawer.node_text(ended, 2))
         else:
             self._drawer.live_line(at, depth, self._drawer.node_text(ended, 3 * depth))
-
-    def _one(self, record: dict[str, Any]) -> Node | None:
-        """The node that a record ends or begins, alone."""
-        if record["event"] in ("transition.started", "component.moved"):
-            self._builder.feed(record)
-            return None
-        node = self._builder.watch(record)
-        return node
 
 
 def _start(part: Node | Move) -> float:

@@ -15,14 +15,14 @@ from rl_session.errors import FaultedError, UnsupportedError
 from rl_session.lifecycle import Tier
 from rl_session.offload.engine import Engine, Snapshot
 from rl_session.offload.host_pool import HostBuffer
-from rl_session.offload.tensors import library_access
+from rl_session.offload.tensors import byte_alias, library_access
 from rl_session.offload.unit import Unit
 
 __all__ = ["capture", "replaced"]
 
 
 def capture(engine: Engine, components: Sequence[str]) -> dict[str, HostBuffer]:
-    """Copy every storage of ``components`` to host buffers of the engine's pool, keyed by the storage's name.
+    """Copy every storage of ``components`` to host buffers of the engine's pool, keyed by what this policy calls it.
 
     Raises:
         HostMemoryError: There is no room for the copy.
@@ -30,16 +30,21 @@ def capture(engine: Engine, components: Sequence[str]) -> dict[str, HostBuffer]:
     with library_access():
         snapshot = engine.refresh()
         units = _units(snapshot, components)
-        buffers = engine.pool.acquire([unit.nbytes for unit in units], engine.device, pin=engine.pin)
-        pairs = []
-        for unit, buffer in zip(units, buffers, strict=True):
-            if unit.tier is Tier.DEVICE:
-                pairs.append((_storage(snapshot, unit), buffer.data))
-            elif unit.host is not None:
-                buffer.data.copy_(unit.host.data)
-        engine.device.copy_out(pairs)
-        engine.device.synchronize()
-    return {unit.name: buffer for unit, buffer in zip(units, buffers, strict=True)}
+        buffers = engine.pool.acquire([unit.nbytes for unit in units.values()], engine.device, pin=engine.pin)
+        try:
+            pairs = []
+            for unit, buffer in zip(units.values(), buffers, strict=True):
+                if unit.tier is Tier.DEVICE:
+                    pairs.append((_storage(snapshot, unit), buffer.data))
+                else:  # built on the CPU and never moved: its own storage has the bytes
+                    source = unit.host.data if unit.host is not None else byte_alias(_storage(snapshot, unit))
+                    buffer.data.copy_(source)
+            engine.device.copy_out(pairs)
+            engine.device.synchronize()
+        except BaseException:
+            engine.pool.release(buffers)
+            raise
+    return dict(zip(units, buffers, strict=True))
 
 
 @contextmanager
@@ -63,11 +68,12 @@ def replaced(
     """
     with library_access():
         snapshot = engine.refresh()
-        units = _units(snapshot, components)
-        _check_same(engine, units, contents)
+        named = _units(snapshot, components)
+        _check_same(engine, named, contents)
+        units = list(named.values())
         saved = _save(engine, snapshot, units)
         try:
-            engine.device.copy_in([(_storage(snapshot, unit), contents[unit.name].data) for unit in units])
+            engine.device.copy_in([(_storage(snapshot, unit), contents[name].data) for name, unit in named.items()])
             engine.device.synchronize()
         except BaseException:
             _write_back(engine, snapshot, units)
@@ -81,17 +87,23 @@ def replaced(
                 unit.host_valid = unit.host_valid and stays_valid
 
 
-def _units(snapshot: Snapshot, components: Sequence[str]) -> list[Unit]:
+def _units(snapshot: Snapshot, components: Sequence[str]) -> dict[str, Unit]:
+    """Units by a name that is unique and this policy's own: another that shares a storage may call it something else."""
     wanted = set(components)
-    return [snapshot.units[k] for k, found in snapshot.inventory.storages.items() if wanted & set(found.components)]
+    units: dict[str, Unit] = {}
+    for key, found in snapshot.inventory.storages.items():
+        if wanted & set(found.components):
+            repeats = sum(name.partition("#")[0] == found.name for name in units) if found.name in units else 0
+            units[f"{found.name}#{repeats}" if repeats else found.name] = snapshot.units[key]
+    return units
 
 
 def _storage(snapshot: Snapshot, unit: Unit) -> torch.UntypedStorage:
     return snapshot.inventory.storages[unit.key].storage
 
 
-def _check_same(engine: Engine, units: list[Unit], contents: Mapping[str, HostBuffer]) -> None:
-    live = {unit.name: unit.nbytes for unit in units}
+def _check_same(engine: Engine, units: Mapping[str, Unit], contents: Mapping[str, HostBuffer]) -> None:
+    live = {name: unit.nbytes for name, unit in units.items()}
     kept = {name: buffer.nbytes for name, buffer in contents.items()}
     if live != kept:
         label, facts = engine.explain()

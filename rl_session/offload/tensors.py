@@ -6,7 +6,6 @@ components or devices.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -122,29 +121,15 @@ def check_supported(tensor: Tensor, label: str) -> None:
         )
 
 
-_FORMER: dict[int, tuple[weakref.ref[Tensor], list[torch.UntypedStorage]]] = {}
-"""Storages that CPU tensors had before they were re-homed, by ``id`` of the tensor; an entry goes when the tensor dies."""
-
-
-def _keep_former(tensor: Tensor, storage: torch.UntypedStorage) -> None:
-    """Keep a storage as long as ``tensor``: an array made by ``tensor.numpy()`` owns the tensor, not the memory it shows."""
-    key = id(tensor)
-    if key not in _FORMER:
-        _FORMER[key] = (weakref.ref(tensor, lambda _: _FORMER.pop(key, None)), [])
-    _FORMER[key][1].append(storage)
-
-
 def rehome(storage: torch.UntypedStorage, aliases: list[Tensor]) -> torch.UntypedStorage:
     """Give every alias of a storage that cannot be resized a resizable one with the same bytes; return the new one.
 
     ``Tensor.data`` is set, not ``set_``: it keeps version counters and identity. Holders unknown to us, and arrays that
-    ``Tensor.numpy()`` gave, keep the old bytes, which stay as they were. Call under :func:`library_access`.
+    ``Tensor.numpy()`` gave (they own an alias of their own, torch 2.13), keep the old bytes, which stay as they were. Call under :func:`library_access`.
     """
     fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
     fresh.copy_(byte_alias(storage))
     home = fresh.untyped_storage()
     for alias in aliases:
         alias.data = fresh_view(alias, home)
-        if storage.device.type == "cpu":
-            _keep_former(alias, storage)
     return home

@@ -25,6 +25,9 @@ Batch = dict[str, Any]
 
 _EXAMPLE = '{"input_ids": ids [B, S] int64, "input_lengths": lengths [B], "token_mask": [B, S], "sample_mask": [B]}'
 
+_KNOWN = frozenset({"input_ids", "input_lengths", "token_mask", "sample_mask"})
+"""Keys with a meaning of their own: never a misspelling of another."""
+
 _PER_SEQUENCE = frozenset({"advantages", "returns", "rewards", "values"}) | {
     f"{kind}_logprobs" for kind in ("generation", "prev", "reference", "reference_policy")
 }
@@ -138,7 +141,7 @@ def _as_dict(batch: Any, call: str) -> Batch:
 def _check_present(batch: Batch, key: str, call: str) -> None:
     if key in batch:
         return
-    close = difflib.get_close_matches(key, batch, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, [k for k in batch if k not in _KNOWN], n=1, cutoff=0.5)
     facts = [f"it has {', '.join(sorted(batch)) or 'no keys at all'}"]
     remedy = f'batch["{key}"] = ...; a batch is {_EXAMPLE}'
     if key == "input_lengths" and "attention_mask" in batch:

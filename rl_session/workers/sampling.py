@@ -35,7 +35,7 @@ _WEIGHT_OF_ONE = 2.0**52
 
 
 def _refuse(name: str, value: object, fact: str, remedy: str) -> NoReturn:
-    raise ConfigError(f"SamplingParams: {name}={value!r} is not a value it can have", (fact,), remedy)
+    raise ConfigError(f"sampling: {name}={value!r} is not a value it can have", (fact,), remedy)
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -58,19 +58,24 @@ def _whole(least: int, meaning: str, remedy: str, *, optional: bool = False) -> 
 def _temperature(_: object, attribute: Any, value: Any) -> None:
     if not _is_number(value) or value < 0:
         fact = "logits are divided by it: a positive number, or 0 for the likeliest token"
-        _refuse(attribute.name, value, fact, "SamplingParams(temperature=1.0), or temperature=0 for greedy decoding")
+        _refuse(
+            attribute.name,
+            value,
+            fact,
+            "InProcessEngine(policy, temperature=1.0), or temperature=0 for greedy decoding",
+        )
 
 
 def _top_p(_: object, attribute: Any, value: Any) -> None:
     if value is not None and not (_is_number(value) and 0 < value <= 1):
         fact = "a share of the probability: above 0 and at most 1, or None"
-        _refuse(attribute.name, value, fact, "SamplingParams(top_p=0.95), or top_p=None to cut nothing off")
+        _refuse(attribute.name, value, fact, "InProcessEngine(policy, top_p=0.95), or top_p=None to cut nothing off")
 
 
 def _stop_ids(_: object, attribute: Any, value: Any) -> None:
     if not (isinstance(value, tuple) and all(_is_whole(stop_id, 0) for stop_id in value)):
         fact = "token ids: whole numbers of at least 0"
-        _refuse(attribute.name, value, fact, "SamplingParams(stop_ids=(tokenizer.eos_token_id,))")
+        _refuse(attribute.name, value, fact, "InProcessEngine(policy, stop_ids=(tokenizer.eos_token_id,))")
 
 
 def _as_tuple(value: Any) -> Any:
@@ -99,19 +104,23 @@ class SamplingParams:
     temperature: float = attrs.field(default=1.0, validator=_temperature)
     top_k: int | None = attrs.field(
         default=None,
-        validator=_whole(1, "it counts tokens", "SamplingParams(top_k=None) to cut nothing off", optional=True),
+        validator=_whole(
+            1, "it counts tokens", "InProcessEngine(policy, top_k=None) to cut nothing off", optional=True
+        ),
     )
     top_p: float | None = attrs.field(default=None, validator=_top_p)
     max_new_tokens: int = attrs.field(
-        default=64, validator=_whole(1, "it counts tokens", "SamplingParams(max_new_tokens=64)")
+        default=64, validator=_whole(1, "it counts tokens", "InProcessEngine(policy, max_new_tokens=64)")
     )
     stop_ids: tuple[int, ...] = attrs.field(default=(), converter=_as_tuple, validator=_stop_ids)
     pad_id: int = attrs.field(
-        default=0, validator=_whole(0, "a token id", "SamplingParams(pad_id=tokenizer.pad_token_id)")
+        default=0, validator=_whole(0, "a token id", "InProcessEngine(policy, pad_id=tokenizer.pad_token_id)")
     )
-    seed: int | None = attrs.field(default=None, validator=_whole(0, "a seed", "SamplingParams(seed=0)", optional=True))
+    seed: int | None = attrs.field(
+        default=None, validator=_whole(0, "a seed", "InProcessEngine(policy, seed=0)", optional=True)
+    )
     mbs: int | None = attrs.field(
-        default=None, validator=_whole(1, "it counts sequences", "SamplingParams(mbs=8)", optional=True)
+        default=None, validator=_whole(1, "it counts sequences", "InProcessEngine(policy, mbs=8)", optional=True)
     )
 
     @property

@@ -38,7 +38,7 @@ Masters = Sequence[tuple[Tensor, Tensor]]
 
 _LOSS_REMEDY = "return loss, {'name': number}   (loss: a 0-dim tensor computed from the logits)"
 _NON_FINITE_REMEDY = (
-    "look for log(0), 0 / 0 or overflow in the loss; the step is to be aborted, the weights are as before"
+    "look for log(0), 0 / 0 or overflow in the loss; this step was aborted, the weights are as they were before it"
 )
 
 
@@ -370,15 +370,23 @@ def _aborting(step: TrainStep, index: int, num_steps: int) -> Iterator[None]:
         raise
 
 
+def _divisor(name: str, whole: int, wanted: int) -> str:
+    """What to write instead of ``wanted``: the largest size up to it that divides the whole."""
+    best = next(size for size in range(min(wanted, whole), 0, -1) if whole % size == 0)
+    return f"{name}={best}   (a divisor of {whole})"
+
+
 def _global_batches(batch: Batch, gbs: int | None, mbs: int | None, call: str) -> list[Batch]:
     num = size(batch)
     each = num if gbs is None else positive("gbs", gbs)
     if num % each:
         facts = (f"the batch has {num} sequences, gbs is {each}: {num % each} would be left over",)
-        raise BatchError(f"{call}: the batch cannot be cut into global batches", facts, f"gbs=a divisor of {num}")
+        raise BatchError(f"{call}: the batch cannot be cut into global batches", facts, _divisor("gbs", num, each))
     if mbs is not None and each % positive("mbs", mbs):
         facts = (f"gbs is {each}, mbs is {mbs}: {each % mbs} would be left over",)
-        raise BatchError(f"{call}: a global batch cannot be cut into micro-batches", facts, f"mbs=a divisor of {each}")
+        raise BatchError(
+            f"{call}: a global batch cannot be cut into micro-batches", facts, _divisor("mbs", each, mbs)
+        )
     return [slice_batch(batch, start, start + each) for start in range(0, num, each)]
 
 

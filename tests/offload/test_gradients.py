@@ -77,6 +77,8 @@ def test_live_gradients_go_to_the_host_and_come_back_bit_for_bit(make: Make, equ
     world.to(D)
     assert equal(gradients(world), before)
     assert {n: id(g) for n, g in gradients(world).items()} == identity
+    weights = sum(data.numel() for name, data in world.contents().items() if not name.startswith("grads"))
+    assert world.pool.in_use_bytes == weights, "gradients change every step: their host buffers are free for others"
     world.to(H)
     world.to(D)
     world.backward()

@@ -86,7 +86,7 @@ class Rig:
 
     def seen(self) -> dict[str, str]:
         """Where bytes are, by looking at storages: "device", "host", "none" or "mixed" for each component."""
-        groups = {
+        groups: dict[str, list[Tensor]] = {
             "params": list(self.model.parameters()),
             "buffers": list(self.model.buffers()),
             "grads": [p.grad for p in self.model.parameters() if p.grad is not None],

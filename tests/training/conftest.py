@@ -90,7 +90,7 @@ class MixedLM(PlainLM):
 
 
 class StridedLM(nn.Module):
-    """Channels-last weights, a transposed parameter, two parameters that are views of one storage, an empty one."""
+    """Channels-last, transposed, 0-dim and empty parameters, two that are views of one storage, an expanded buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,13 +101,15 @@ class StridedLM(nn.Module):
         self.shift = nn.Parameter(flat[:WIDTH])
         self.scale = nn.Parameter(flat[WIDTH:])
         self.nothing = nn.Parameter(torch.empty(0))
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.register_buffer("ones", torch.ones(1).expand(WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed(input_ids) @ self.mix
         image = hidden.transpose(1, 2)[..., None].contiguous(memory_format=torch.channels_last)
         hidden = self.conv(image)[:, :, : input_ids.shape[1], 0].transpose(1, 2)
-        return self.head(torch.tanh(hidden) * (1 + self.scale) + self.shift)
+        return self.head(torch.tanh(hidden) * (self.ones + self.scale) * self.gain + self.shift)
 
 
 def _llama() -> nn.Module:

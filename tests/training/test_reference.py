@@ -23,7 +23,7 @@ def live(lab: SimpleNamespace, kit: Any) -> dict[str, tuple[Tensor, int, int]]:
 
 def unchanged(lab: SimpleNamespace, kit: Any, before: dict[str, tuple[Tensor, int, int]]) -> bool:
     return all(
-        lab.same(t.detach(), before[name][0]) and t._version == before[name][1] and id(t) == before[name][2]
+        torch.equal(t.detach(), before[name][0]) and t._version == before[name][1] and id(t) == before[name][2]
         for name, t in lab.model_state(kit.model).items()
     )
 
@@ -289,3 +289,25 @@ def test_a_step_that_fails_after_a_reference_pass_can_still_be_undone(
                 policy.train(batch, lab.nll_loss)
         assert all(lab.same(t.detach(), want[name][0]) for name, t in lab.model_state(kit.model).items())
         assert lab.same(lab.optimizer_state(kit), state)
+
+
+def test_two_policies_that_share_a_storage_and_cross_their_names_keep_their_own_references(
+    lab: SimpleNamespace, device: EmulatedDevice
+) -> None:
+    kits = [lab.Kit("plain"), lab.Kit("plain")]
+    first, second = (kit.model for kit in kits)
+    shared = first.embed.weight  # "embed.weight" in the first policy, "head.weight" in the second
+    second.head.weight = shared
+    second.embed.weight = torch.nn.Parameter(torch.randn_like(shared))
+    batch = lab.make_batch(1)
+    wants = [lab.naive_logprobs(model, batch) for model in (first, second)]
+    with rs.Session(verify="checksum") as session:
+        policies = [
+            session.attach(model, device=device, name=name, reference="copy")
+            for name, model in (("first", first), ("second", second))
+        ]
+        for policy, want in zip(policies, wants, strict=True):
+            with policy.logprob_mode():
+                got = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+                assert torch.equal(got, want)
+                assert torch.equal(policy.get_logprobs(batch)["logprobs"], want)

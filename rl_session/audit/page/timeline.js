@@ -2,10 +2,11 @@
 // Draws a run. All text of the log reaches the page through textContent or a canvas, never as markup.
 (() => {
   const D = JSON.parse(document.getElementById("data").textContent);
+  const AXIS = D.steps.length ? 44 : 26;
   const FAILED = 1, ROLLED_BACK = 2, UNFINISHED = 4;
   const GUTTER = 118, PAD = 10;
   const HEIGHT = { scope: 22, transition: 14, call: 16, event: 14, rank: 9 };
-  const MEMORY = 74, HEAD = 26, GAP = 3;
+  const MEMORY = D.lanes.length < 2 ? 150 : D.lanes.length < 4 ? 104 : 74, HEAD = 26, GAP = 3;
   const MODES = ["training", "logprob", "generation", "refit", "resident", "offloaded"];
   const EXTRA = ["c-4", "c-5", "c-6"];
   const $ = (id) => document.getElementById(id);
@@ -104,7 +105,7 @@
     }
   }
   const lasts = ([r, i]) => rows[r].t1[i] - rows[r].t0[i];
-  slowest.sort((a, b) => lasts(b) - lasts(a)).splice(8);
+  slowest.sort((a, b) => lasts(b) - lasts(a)).splice(6);
   trouble.sort((a, b) => rows[a[0]].t0[a[1]] - rows[b[0]].t0[b[1]]);
   // Policies may move at the same time: what counts is how long anything did.
   movingSpans.sort((a, b) => a[0] - b[0]);
@@ -190,7 +191,7 @@
   const drawNow = () => {
     width = Math.max(320, stage.clientWidth);
     drawOverview(size(overview, 40));
-    drawAxis(size(axis, 44));
+    drawAxis(size(axis, AXIS));
     drawLanes(size(lanes, height));
   };
 
@@ -256,7 +257,9 @@
     return power * (part <= 1 ? 1 : part <= 2 ? 2 : part <= 5 ? 5 : 10);
   };
   const ticks = () => {
-    const step = Math.max(1, niceStep(v1 - v0, (width - GUTTER) / 110)), out = [];
+    const wanted = (v1 - v0) / ((width - GUTTER) / 110), out = [];
+    const round = [10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400].map((s) => s * 1e6);
+    const step = wanted <= 5e6 ? Math.max(1, niceStep(v1 - v0, (width - GUTTER) / 110)) : round.find((s) => s >= wanted) ?? niceStep(v1 - v0, 8);
     for (let t = Math.ceil(Math.max(0, v0) / step) * step; t <= Math.min(v1, END * 1.0001); t += step) out.push(t);
     return [out, step];
   };
@@ -264,9 +267,11 @@
     if (t === 0) return "0";
     const s = t / 1e6;
     if (step >= 60e6) { const m = Math.round(s / 60); return m >= 60 ? `${Math.floor(m / 60)} h ${String(m % 60).padStart(2, "0")}` : `${m} min`; }
+    if (s >= 60 && step >= 1e6) { const r = Math.round(s); return `${Math.floor(r / 60)}:${String(r % 60).padStart(2, "0")}`; }
     const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step / 1e6) + 1e-9)));
     return END < 1e6 && step >= 1 ? `${(t / 1e3).toFixed(Math.max(0, digits - 3))} ms` : `${s.toFixed(digits)} s`;
   };
+  const instant = (t) => tickText(Math.max(0.001, t), Math.min(1e6, Math.max(1, 10 ** Math.floor(Math.log10((v1 - v0) / 400)))));
   const visibleSteps = () => {
     const out = [];
     let low = 0, high = D.steps.length;
@@ -275,35 +280,42 @@
     return out;
   };
   const drawAxis = (g) => {
-    g.fillStyle = ink.panel; g.fillRect(0, 0, width, 44);
+    g.fillStyle = ink.panel; g.fillRect(0, 0, width, AXIS);
     const [at, step] = ticks();
-    for (const t of at) label(g, tickText(t, step), X(t), 33, ink.soft, 400, "center", 11.5);
-    label(g, "time", 12, 33, ink.soft, 400, "left", 11.5);
+    for (const t of at) label(g, tickText(t, step), X(t), AXIS - 11, ink.soft, 400, "center", 11.5);
+    label(g, "time", 12, AXIS - 11, ink.soft, 400, "left", 11.5);
     if (D.steps.length) {
       label(g, "step", 12, 12, ink.soft, 400, "left", 11.5);
-      g.save(); g.beginPath(); g.rect(GUTTER, 0, width - GUTTER - PAD, 44); g.clip();
+      g.save(); g.beginPath(); g.rect(GUTTER, 0, width - GUTTER - PAD, AXIS); g.clip();
       const shown = visibleSteps(), each = (width - GUTTER) / Math.max(1, shown.length);
-      const every = Math.max(1, niceStep(shown.length, Math.max(1, shown.length * each / 44)));
+      const every = Math.max(1, Math.round(niceStep(shown.length, Math.max(1, (width - GUTTER) / 48))));
+      const isLabelled = (number) => each >= 30 || number % every === 0;
       let lastPixel = -9;
       for (const k of shown) {
-        const [number, a, b] = D.steps[k], x0 = Math.max(X(a), GUTTER), x1 = Math.min(Math.max(X(b), x0 + 1), width - PAD);
+        const [, a, b] = D.steps[k], x0 = Math.max(X(a), GUTTER), x1 = Math.min(Math.max(X(b), x0 + 1), width - PAD);
         if (x1 - x0 < 2 && Math.floor(x0) === lastPixel) continue;
         lastPixel = Math.floor(x0);
         g.fillStyle = k % 2 ? ink.line : ink.grid;
         g.fillRect(x0, 3, Math.max(1, x1 - x0 - (x1 - x0 > 4 ? 1 : 0)), 18);
-        if ((each >= 26 || number % Math.round(every) === 0) && x1 > x0) label(g, String(number), (x0 + x1) / 2, 12.5, ink.ink, 600, "center", 11.5);
+      }
+      let lastLabel = -99;
+      for (const k of shown) {
+        const [number, a, b] = D.steps[k], x = (Math.max(X(a), GUTTER) + Math.min(X(b), width - PAD)) / 2;
+        if (!isLabelled(number) || x - lastLabel < 26) continue;
+        lastLabel = x;
+        label(g, String(number), x, 12.5, ink.ink, 600, "center", 11.5);
       }
       g.restore();
     }
-    g.fillStyle = ink.line; g.fillRect(0, 43, width, 1);
+    g.fillStyle = ink.line; g.fillRect(0, AXIS - 1, width, 1);
     if (hoverX !== null) {
-      const text = time(Math.max(0, T(hoverX)));
+      const text = instant(T(hoverX));
       g.font = `600 11.5px ${FONT}`;
       const w = g.measureText(text).width + 12, x = Math.min(Math.max(GUTTER, hoverX - w / 2), width - w - 2);
-      g.fillStyle = ink.ink; g.beginPath(); g.roundRect(x, 24, w, 18, 4); g.fill();
-      label(g, text, x + w / 2, 33.5, ink.panel, 600, "center", 11.5);
+      g.fillStyle = ink.ink; g.beginPath(); g.roundRect(x, AXIS - 20, w, 18, 4); g.fill();
+      label(g, text, x + w / 2, AXIS - 10.5, ink.panel, 600, "center", 11.5);
     }
-    if (dragging?.kind === "axis") shade(g, 44);
+    if (dragging?.kind === "axis") shade(g, AXIS);
   };
 
   // -- lanes -------------------------------------------------------------------------------------------------------
@@ -346,13 +358,20 @@
   };
   const drawRow = (g, row) => {
     const y = row.y, h = row.h, from = firstVisible(row), right = width - PAD;
-    // Items narrower than a pixel share it: the longest gives the colour, together they give the strength.
-    let pixel = -1, cover = 0, best = -1, bestWidth = 0, lastPoint = -99;
+    // Items narrower than a pixel share it: each colour gets as much of the row's height as it had of the pixel's time.
+    let pixel = -1, lastPoint = -99;
+    const parts = new Map();
     const flush = () => {
-      if (best < 0) return;
-      g.fillStyle = colourOf(row, best); g.globalAlpha = 0.4 + 0.6 * Math.min(1, cover);
-      g.fillRect(pixel, y, 1, h); g.globalAlpha = 1;
-      best = -1; bestWidth = 0; cover = 0;
+      if (!parts.size) return;
+      let sum = 0;
+      for (const w of parts.values()) sum += w;
+      let foot = y + h;
+      for (const colour of [...parts.keys()].sort((a, b) => parts.get(b) - parts.get(a))) {
+        const part = Math.max(1.5, (parts.get(colour) / Math.max(1, sum)) * h), top = Math.max(y, foot - part);
+        g.fillStyle = colour; g.fillRect(pixel, top, 1, foot - top);
+        foot = top;
+      }
+      parts.clear();
     };
     for (let i = from; i < row.n && row.t0[i] <= v1; i++) {
       const x0 = X(row.t0[i]), x1 = X(row.t1[i]), w = x1 - x0;
@@ -361,8 +380,8 @@
       if (w < 1.5) {
         const p = Math.floor(x0);
         if (p !== pixel) { flush(); pixel = p; }
-        cover += isPoint ? 1 : Math.max(w, 0.1);
-        if (best < 0 || w > bestWidth) { best = i; bestWidth = w; }
+        const colour = colourOf(row, i);
+        parts.set(colour, (parts.get(colour) ?? 0) + (isPoint ? 0.15 : Math.max(w, 0.02)));
         continue;
       }
       flush(); pixel = -1;
@@ -434,34 +453,48 @@
     g.fillStyle = ink.line; g.fillRect(GUTTER, base, width - GUTTER - PAD, 1);
     const right = Math.min(width - PAD, X(END)), left = Math.max(GUTTER, X(memory.times[0]));
     let k = Math.max(0, firstFrom(memory.times, T(left)) - 1);
-    // Of the moments that share a pixel, the one with the most on the device is shown.
-    let runStart = left, shown = k;
-    const paint = (a, b, index) => {
-      let y = base;
-      for (const series of memory.series) {
-        const h = series.values[index] * scale;
-        if (h <= 0) continue;
+    // Moments that share a pixel are averaged over its time; a line tells the most there was on the device.
+    const paint = (from, to, values, peak) => {
+      let y = base, device = base;
+      memory.series.forEach((series, index) => {
+        const h = values[index] * scale;
+        if (h <= 0) return;
         const colour = componentColour(series.component);
         g.fillStyle = series.tier === "device" ? colour : hatch(colour);
-        g.fillRect(a, y - h, b - a, h);
+        g.fillRect(from, y - h, to - from, h);
         y -= h;
-      }
-      if (y < base - 0.5) { g.fillStyle = ink.soft; g.globalAlpha = 0.7; g.fillRect(a, y - 0.5, b - a, 1); g.globalAlpha = 1; }
+        if (series.tier === "device") device = y;
+      });
+      if (base - peak * scale < device - 1) { g.fillStyle = ink.ink; g.fillRect(from, base - peak * scale - 0.5, to - from, 1); }
     };
-    while (runStart < right) {
-      let next = k + 1 < memory.n ? X(memory.times[k + 1]) : right;
-      if (next >= runStart + 1 || k + 1 >= memory.n) {
-        const end = Math.min(right, Math.max(next, runStart));
-        paint(runStart, end, k);
-        runStart = end; k++;
+    const exact = new Float64Array(memory.series.length), mean = new Float64Array(memory.series.length);
+    let x = left;
+    while (x < right) {
+      const next = k + 1 < memory.n ? X(memory.times[k + 1]) : right, end = Math.min(right, next);
+      const whole = Math.min(right, Math.floor(x) + 1);
+      if (end >= whole && Math.floor(end) > Math.floor(x)) {
+        const stop = end >= right ? right : Math.floor(end);
+        memory.series.forEach((series, index) => { exact[index] = series.values[k]; });
+        paint(x, stop, exact, 0);
+        x = stop;
+        if (next <= x) k++;
         if (k >= memory.n) break;
         continue;
       }
-      shown = k;
-      const limit = runStart + 1;
-      while (k + 1 < memory.n && X(memory.times[k + 1]) < limit) { k++; if (memory.device[k] > memory.device[shown]) shown = k; }
-      paint(runStart, Math.min(limit, right), shown);
-      runStart = limit;
+      mean.fill(0);
+      let peak = 0, at = x, merged = 0;
+      while (at < whole) {
+        const until = k + 1 < memory.n ? Math.min(whole, X(memory.times[k + 1])) : whole, w = Math.max(0, until - at);
+        memory.series.forEach((series, index) => { mean[index] += series.values[k] * w; });
+        peak = Math.max(peak, memory.device[k]);
+        at = until;
+        if (at >= whole) break;
+        k++; merged++;
+      }
+      const room = Math.max(1e-9, whole - x);
+      mean.forEach((value, index) => { mean[index] = value / room; });
+      paint(x, whole, mean, merged > 2 ? peak : 0);
+      x = whole;
     }
   };
   const memoryLabels = (g, memory) => {
@@ -498,7 +531,7 @@
     const kind = { scope: "scope", transition: "transition", call: "call", event: "event", rank: row.label }[row.kind];
     const state = row.flags[i] & UNFINISHED ? "unfinished" : row.flags[i] & ROLLED_BACK ? "rolled back" : row.flags[i] & FAILED ? "failed" : "";
     if (state) facts.push(["outcome", state, "bad"]);
-    facts.push(["start", time(row.t0[i])]);
+    facts.push(["start", `${(row.t0[i] / 1e6).toFixed(row.t0[i] < 1e9 ? 4 : 3)} s`]);
     if (us || row.kind !== "event") facts.push(["lasted", time(us) + (row.flags[i] & UNFINISHED ? " so far" : "")]);
     if (row.moved[i]) facts.push(["moved", `${bytes(row.moved[i])}${us ? `, ${three(row.moved[i] / us / 1e3)} GB/s` : ""}`]);
     if (row.elided[i]) facts.push(["elided", bytes(row.elided[i])]);
@@ -538,18 +571,17 @@
   };
   const showStart = () => {
     side.replaceChildren();
-    if (trouble.length) side.append(make("h3", {}, "Failed, refused or unfinished"), make("ol", {}, ...trouble.slice(0, 12).map(jump)),
-      trouble.length > 12 ? make("p", { class: "hint" }, `and ${trouble.length >= 200 ? "many" : trouble.length - 12} more: press e`) : "");
+    if (trouble.length) side.append(make("h3", {}, "Failed, refused or unfinished"), make("ol", {}, ...trouble.slice(0, 8).map(jump)),
+      trouble.length > 8 ? make("p", { class: "hint" }, `and ${trouble.length >= 200 ? "many" : trouble.length - 8} more: press e`) : "");
     if (slowest.length) side.append(make("h3", {}, "Slowest transitions"), make("ol", {}, ...slowest.map(jump)));
     const closing = D.lanes.filter(({ memory }) => memory.n && memory.all[memory.n - 1] > 0);
     if (closing.length) {
       side.append(make("h3", {}, D.closed ? "Memory at the end" : "Memory at the last record"));
-      const facts = [];
-      for (const lane of closing) for (const series of lane.memory.series) {
-        const n = series.values[lane.memory.n - 1];
-        if (n) facts.push([`${lane.name} ${series.component}`, `${bytes(n)} on the ${series.tier}`]);
+      for (const { name, memory } of closing) {
+        if (D.lanes.length > 1) side.append(make("p", { class: "who" }, name));
+        const left = memory.series.map((series) => [series, series.values[memory.n - 1]]).filter(([, n]) => n);
+        side.append(factList(left.map(([series, n]) => [series.component, `${bytes(n)} ${series.tier}`])));
       }
-      side.append(factList(facts));
     }
     side.append(make("p", { class: "hint" }, "Click a bar to keep its details here. Press ? for keys."));
   };
@@ -722,7 +754,7 @@
     $("legend").replaceChildren(
       modes.length ? group(...modes.map((mode) => key(box(ink[mode]), mode))) : "",
       group(key(box(ink.moved), "moved"), has("transition", (row, i) => !row.moved[i]) && key(box(ink.elided), "nothing copied"),
-        (total.failed || trouble.length) && key((g) => cross(g, 7, 5, 5), "failed"),
+        rows.some((row) => row.bad.length) && key((g) => cross(g, 7, 5, 5), "failed"),
         total.unfinished && key((g) => { g.strokeStyle = ink.soft; g.setLineDash([3, 2]); g.strokeRect(1, 1, 12, 8); }, "unfinished")),
       components.length ? group(...components.map((name) => key(box(componentColour(name)), name)),
         tiers.has("host") && key((g) => { g.fillStyle = hatch(ink.soft); g.fillRect(0, 0, 14, 10); }, "on the host")) : "",

@@ -64,7 +64,7 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     except CheckpointError as error:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise _not_ours(
-            target, f"a directory is there that is no checkpoint: {len(names)} entries ({shown})", str(error)
+            target, f"a directory is there that is no checkpoint: {len(names)} entries ({shown})", error.attempted
         ) from error
     foreign = [name for name in names if name not in files]
     if foreign:
@@ -115,7 +115,7 @@ def replacing(target: Path, nbytes: int) -> Iterator[Path]:
             f"bytes needed: {nbytes:,}; bytes free on the disk: {free_nbytes(target):,}",
             "what stood there before still stands; nothing is left of the attempt",
         ),
-        "see the cause: free some room, or give a path on another disk, then save again",
+        "free some room, or give a path on another disk: policy.save_checkpoint(path)",
         f"{type(failure).__name__}: {failure}",
     ) from failure
 

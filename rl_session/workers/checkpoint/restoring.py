@@ -52,6 +52,14 @@ class Home:
         return device
 
 
+def _write(view: Tensor, value: Tensor) -> None:
+    """Copy values in; of an expanded tensor, whose elements share memory, one element a repeated axis."""
+    repeated = [axis for axis, step in enumerate(view.stride()) if step == 0 and view.shape[axis] > 1]
+    for axis in repeated:
+        view, value = view.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    view.copy_(value)
+
+
 class Plan:
     """What restoring will do.
 
@@ -80,7 +88,7 @@ class Plan:
         views = [(write(live), self._loaded[key]) for live, key in self._copies.values()]
         with torch.no_grad():
             for view, value in views:
-                view.copy_(value)
+                _write(view, value)
         for action in self.actions:
             action()
 
