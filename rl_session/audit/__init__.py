@@ -9,6 +9,10 @@ read on a laptop. Here is what writes and reads one; what makes sense of it is i
     from rl_session.audit.schema import schema               JSON Schema of a line
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from rl_session.audit.events import (
     EVENTS,
     SCHEMA,
@@ -44,9 +48,11 @@ from rl_session.audit.events import (
     WeightsPublished,
     WorkerLost,
 )
-from rl_session.audit.log import AuditLog
 from rl_session.audit.naming import sibling_path
 from rl_session.audit.reader import AuditReader, Place, Record, read_audit
+
+if TYPE_CHECKING:
+    from rl_session.audit.log import AuditLog
 
 __all__ = [
     "EVENTS",
@@ -89,3 +95,13 @@ __all__ = [
     "read_audit",
     "sibling_path",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the writer when it is asked for: with structlog it takes longer than all else, and readers need neither."""
+    if name == "AuditLog":
+        from rl_session.audit.log import AuditLog
+
+        globals()[name] = AuditLog
+        return AuditLog
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ import structlog
 
 from rl_session.audit.events import SCHEMA
 from rl_session.audit.naming import next_part, rotate
-from rl_session.audit.render import render_line, render_rest, render_start
+from rl_session.audit.render import LineRenderer, render_line
 from rl_session.errors import AuditError, ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ if TYPE_CHECKING:
 _OPEN_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 _logger = logging.getLogger("rl_session.audit")
+
+_logs: weakref.WeakSet[AuditLog] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """In a forked child: the file and its numbers are the parent's. Cheaper than to ask for the process at each record."""
+    for log in _logs:
+        log._is_inherited = True  # noqa: SLF001 (of this module)
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 class AuditLog:
@@ -88,7 +100,8 @@ class AuditLog:
         self._lock = threading.RLock()
         # next() on a count is atomic, so that not even a signal handler can take the same number twice.
         self._seq = itertools.count()
-        self._pid = os.getpid()
+        self._is_inherited = False
+        _logs.add(self)
         self._file = None if self.path is None else self._make_file(self.path, rotate_nbytes)
         self._channel = self._make_channel(list(processors))
 
@@ -104,7 +117,7 @@ class AuditLog:
         constant = {"schema": SCHEMA, "run_id": self.run_id, "source": self.source}
         chain: list[Any] = [self._tolerant(processor) for processor in processors]
         if not chain:
-            return None if self._file is None else _Channel(self._file, [_Render(constant)], {})
+            return None if self._file is None else _Channel(self._file, [LineRenderer(constant)], {})
         if self._file is not None:
             chain.append(_render)
         return _Channel(self._file, chain, constant)
@@ -135,7 +148,7 @@ class AuditLog:
         if channel is None:
             return next(self._seq)
         # Before the lock: in a forked child another thread's lock stays taken for ever.
-        if os.getpid() != self._pid:
+        if self._is_inherited:
             self.dropped += 1
             return -1
         with self._lock:
@@ -168,7 +181,7 @@ class AuditLog:
 
     def close(self) -> None:
         """Close the file. Idempotent, and never raises; nothing is flushed, since nothing is buffered."""
-        if os.getpid() != self._pid:
+        if self._is_inherited:
             self._release()  # the lock may be held for ever, see write()
             return
         with self._lock:
@@ -318,16 +331,6 @@ class _RotatingFile(_LineFile):
             return
         old, self._fd, self._torn = self._fd, new, False
         os.close(old)
-
-
-class _Render:
-    """The last processor of a chain of its own: renders what differs from line to line."""
-
-    def __init__(self, constant: dict[str, Any]) -> None:
-        self._start = render_start(constant)
-
-    def __call__(self, _logger: WrappedLogger, _method: str, record: EventDict) -> bytes:
-        return render_rest(self._start, record)
 
 
 def _render(_logger: WrappedLogger, _method: str, record: EventDict) -> bytes:

@@ -28,7 +28,7 @@ _ENDINGS: dict[str, Status] = {
     "transition.failed": "failed",
 }
 #: Events that tell of something gone wrong.
-TROUBLE = frozenset({"guard.rejected", "policy.faulted", "worker.lost", "warning", "step.aborted"})
+FAILURES = frozenset({"guard.rejected", "policy.faulted", "worker.lost", "step.aborted"})
 _ENVELOPE = frozenset(ENVELOPE)
 
 
@@ -380,7 +380,7 @@ class NodeBuilder:
         node = self._node("event", record["event"], record, max(0.0, at - seconds), depth=depth)
         node.end = at
         node.error = words(record.get("error")) or words(record.get("cause"))
-        node.status = "failed" if record["event"] in TROUBLE or node.error else "ok"
+        node.status = "failed" if record["event"] in FAILURES or node.error else "ok"
         self.touched = node
         return self._place(node, parent)
 

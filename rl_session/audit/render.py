@@ -32,17 +32,21 @@ def render_line(record: dict[str, Any]) -> bytes:
         return orjson.dumps(_plain(record, _MAX_DEPTH), option=_OPTIONS)
 
 
-def render_start(constant: dict[str, Any]) -> bytes:
-    """Return how every line begins that has these keys in front, for :func:`render_rest`."""
-    return render_line(constant)[:-2] + b","
+class LineRenderer:
+    """A structlog processor that renders a record: what is the same on every line, once; what differs, each time.
 
+    Args:
+        constant: The keys that every line begins with. Records must not have them.
+    """
 
-def render_rest(start: bytes, rest: Any) -> bytes:
-    """Return a line that begins with ``start``; as :func:`render_line` of both, without rendering the first again."""
-    try:
-        return start + orjson.dumps(rest, _to_plain, _OPTIONS)[1:]
-    except Exception:  # as in render_line
-        return start + orjson.dumps(_plain(rest, _MAX_DEPTH), option=_OPTIONS)[1:]
+    def __init__(self, constant: dict[str, Any]) -> None:
+        self._start = render_line(constant)[:-2] + b","
+
+    def __call__(self, _logger: object, _method: str, record: Any) -> bytes:
+        try:
+            return self._start + orjson.dumps(record, _to_plain, _OPTIONS)[1:]
+        except Exception:  # as in render_line
+            return self._start + orjson.dumps(_plain(record, _MAX_DEPTH), option=_OPTIONS)[1:]
 
 
 def _to_plain(value: object) -> Any:

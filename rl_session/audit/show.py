@@ -227,5 +227,5 @@ def detail(node: Node) -> dict[str, Any]:
     return {
         key: value
         for key, value in fields.items()
-        if key not in ("seconds", "error") and value is not None and value not in ([], {}, "")
+        if key not in ("seconds", "error", "cause") and value is not None and value not in ([], {}, "")
     }

@@ -6,6 +6,7 @@ terminal obeys them.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import IO, TYPE_CHECKING
 
@@ -87,6 +88,9 @@ class Printer:
         self._has_colour = self._ask_rich()
 
     def _ask_rich(self) -> bool:
+        # Into a file or a pipe there is nothing to ask, unless colours are forced.
+        if not self._stream.isatty() and not os.environ.get("FORCE_COLOR"):
+            return False
         # rich knows NO_COLOR, FORCE_COLOR, TERM and what Windows can do.
         from rich.console import Console
 

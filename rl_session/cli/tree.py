@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rl_session.audit.nodes import TROUBLE, Clock, Move, Node, NodeBuilder
+from rl_session.audit.nodes import FAILURES, Clock, Move, Node, NodeBuilder
 from rl_session.audit.show import Filters, Group, Grouper, detail, prune
 from rl_session.cli.text import Printer, bytes_text, printable, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_LOUD = FAILURES | {"warning"}
 _TIME_WIDTH = 11
 _NAME_WIDTH = 34
 _MAX_VALUE = 120
@@ -123,14 +124,16 @@ class _Drawer:
         if node.call_site:
             said.append(out.style(printable(node.call_site), "where"))
         if node.kind == "event":
-            said.append(out.style(_values(detail(node)), "dim" if node.name not in TROUBLE else "warn"))
+            said.append(out.style(_values(detail(node)), "warn" if node.name in _LOUD else "dim"))
         if node.kind == "call" and (changed := detail(node).get("changed")):
             said.append(out.style(_changed(changed), "dim"))
         if node.kind == "transition" and (node.depth == 0 or node.status not in ("ok", "unfinished")):
             said.append(out.style(printable(node.reason), "dim"))
         if node.status == "rolled back":
             said.append(out.style("rolled back", "bad"))
-        if node.error:
+        if node.kind == "scope" and node.end is not None and node.entered is None:
+            said.append(out.style("never entered", "bad"))  # why, its transition says
+        elif node.error:
             said.append(out.style(printable(node.error), "bad"))
         return [part for part in said if part]
 
@@ -206,7 +209,7 @@ def _name(node: Node) -> tuple[str, str]:
         case "call":
             return f"{node.name}()", ""
         case _:
-            return node.name, "warn" if node.name in TROUBLE else ""
+            return node.name, "warn" if node.name in _LOUD else ""
 
 
 def _values(fields: dict[str, Any]) -> str:

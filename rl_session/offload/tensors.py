@@ -124,8 +124,9 @@ def check_supported(tensor: Tensor, label: str) -> None:
 def rehome(storage: torch.UntypedStorage, aliases: list[Tensor]) -> torch.UntypedStorage:
     """Give every alias of a storage that cannot be resized a resizable one with the same bytes; return the new one.
 
-    ``Tensor.data`` is set, not ``set_``: it keeps version counters and identity. Holders unknown to us, and arrays that
-    ``Tensor.numpy()`` gave (they own an alias of their own, torch 2.13), keep the old bytes, which stay as they were. Call under :func:`library_access`.
+    ``Tensor.data`` is set, not ``set_``: it keeps version counters and identity. Holders unknown to us keep the old
+    bytes, which stay as they were, and so do arrays that ``Tensor.numpy()`` gave: they own an alias of their own (torch
+    2.13). Call under :func:`library_access`.
     """
     fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
     fresh.copy_(byte_alias(storage))

@@ -183,6 +183,33 @@ def test_scopes_before_the_first_step_create_no_optimizer_state(lab: SimpleNames
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "masters", "main-grad"])
+def test_gradients_that_a_step_of_ones_own_consumed_are_dropped_and_later_ones_are_kept(
+    lab: SimpleNamespace, attach: Any, optimizer: str
+) -> None:
+    kit, policy, scoped, _ = pair(lab, attach, "plain", optimizer)
+    with policy.training_mode():
+        scoped.backward_by_hand(lab.make_batch(1))
+        scoped.step_by_hand()
+        there = lab.storage_bytes(lab.tensors_of(kit.model, kit.optimizer)["grads"])
+        assert there > 0
+        moved = policy.device.bytes_out
+    assert policy.placement["grads"] is rs.Tier.NONE
+    assert lab.scan(kit.model, kit.optimizer)["grads"] in ("none", "away")
+    everything = policy.memory()["components"]
+    assert policy.device.bytes_out - moved == sum(everything[name].get("host", 0) for name in ("params", "optimizer"))
+    with policy.training_mode():
+        scoped.backward_by_hand(lab.make_batch(2))
+        scoped.step_by_hand()
+        scoped.backward_by_hand(lab.make_batch(3))
+        want = [g.clone() for g in lab.tensors_of(kit.model, kit.optimizer)["grads"]]
+    assert policy.placement["grads"] is rs.Tier.HOST
+    with policy.training_mode():
+        assert lab.same(lab.tensors_of(kit.model, kit.optimizer)["grads"], want)
+        kit.stepped.zero_grad()
+        kit.model.zero_grad()
+
+
 @pytest.mark.parametrize("call", ["train", "begin_step"])
 def test_training_over_gradients_of_ones_own_is_refused_in_any_scope_and_keeps_them(
     lab: SimpleNamespace, attach: Any, call: str

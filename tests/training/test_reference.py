@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,3 +312,18 @@ def test_two_policies_that_share_a_storage_and_cross_their_names_keep_their_own_
                 got = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
                 assert torch.equal(got, want)
                 assert torch.equal(policy.get_logprobs(batch)["logprobs"], want)
+
+
+@pytest.mark.parametrize("where", ["training", "resident"])
+def test_weights_written_by_hand_after_a_reference_pass_are_not_taken_for_the_copy_made_by_it(
+    lab: SimpleNamespace, attach: Any, where: str
+) -> None:
+    kit = lab.Kit()
+    policy = attach(kit, reference="copy")
+    policy.switch("resident")
+    with policy.training_mode() if where == "training" else nullcontext():
+        policy.get_reference_policy_logprobs(lab.make_batch(1))
+        kit.model.head.weight.data.mul_(2.0)  # no version counter tells
+        want = kit.model.head.weight.detach().clone()
+    policy.offload()
+    assert lab.same(policy.state_dict()["head.weight"], want)
