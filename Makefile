@@ -33,7 +33,7 @@ demo-smoke: $(STAMP) ## The demo, two steps
 
 # One thread a process: JOBS processes share the cores. torch and numpy would each start a thread a core.
 test: $(STAMP) ## Run the tests (ARGS="-k scope" is handed on; JOBS=0 for one process)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: format-check lint types imports test ## Everything that must hold: format, ruff, mypy, import contracts, tests
 

@@ -361,7 +361,7 @@ class _Checker:
         moves = self._moves.pop(key, None) or _Moves()
         moves.committed = record
         if moves.differences():
-            if len(self._sources) == 1:
+            if len(self._sources) == 1 and len(self._reader.paths) == 1:
                 self._tell_sums(moves)
             else:
                 assert self._cursor is not None

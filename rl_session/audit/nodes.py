@@ -15,7 +15,7 @@ import attrs
 from rl_session.audit.events import ENVELOPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 Kind = Literal["scope", "transition", "call", "event"]
 Status = Literal["ok", "failed", "rolled back", "unfinished"]
@@ -149,6 +149,21 @@ class Node:
         own = sum(move.nbytes for move in self.moves if move.elided)
         return own + sum(child.bytes_elided for child in self.children)
 
+    def lay_out(self) -> list[tuple[Move, float, float]]:
+        """Return each move with its start and end.
+
+        A source writes its moves when all of them are done, so that their records say how long each took and only the
+        last one's says when: the others are laid before it, one after another.
+        """
+        laid: list[tuple[Move, float, float]] = []
+        following: dict[str, float] = {}
+        for move in reversed(self.moves):
+            end = min(move.end, following.get(move.source, move.end))
+            start = following[move.source] = max(min(self.start, end), end - move.seconds)
+            laid.append((move, start, end))
+        laid.reverse()
+        return laid
+
     def walk(self) -> Iterator[Node]:
         """Yield this node and all inside it, outer ones first."""
         yield self
@@ -176,13 +191,22 @@ class NodeBuilder:
         self._policies: dict[str | None, _Open] = {}
         self._transitions: OrderedDict[tuple[str | None, int], Node] = OrderedDict()
         self._roots: set[Node] = set()
+        self._handlers: dict[str, Callable[[dict[str, Any], float], list[Node]]] = {
+            "scope.entered": self._scope_entered,
+            "scope.exited": self._scope_exited,
+            "transition.started": self._transition_started,
+            "transition.committed": self._transition_ended,
+            "transition.rolled_back": self._transition_ended,
+            "transition.failed": self._transition_ended,
+            "component.moved": self._component_moved,
+            "call.finished": self._call_finished,
+        }
 
     def feed(self, record: dict[str, Any]) -> list[Node]:
         """Take a record; return the outermost nodes that it completed."""
         at = self.clock.seconds(record)
         self.now = max(self.now, at)
-        handle = _HANDLERS.get(record["event"])
-        return self._event(record, at) if handle is None else handle(self, record, at)
+        return self._handlers.get(record["event"], self._event)(record, at)
 
     def finish(self) -> list[Node]:
         """Return what was never completed, outermost nodes only."""
@@ -383,18 +407,6 @@ class NodeBuilder:
         node.status = "failed" if record["event"] in FAILURES or node.error else "ok"
         self.touched = node
         return self._place(node, parent)
-
-
-_HANDLERS = {
-    "scope.entered": NodeBuilder._scope_entered,
-    "scope.exited": NodeBuilder._scope_exited,
-    "transition.started": NodeBuilder._transition_started,
-    "transition.committed": NodeBuilder._transition_ended,
-    "transition.rolled_back": NodeBuilder._transition_ended,
-    "transition.failed": NodeBuilder._transition_ended,
-    "component.moved": NodeBuilder._component_moved,
-    "call.finished": NodeBuilder._call_finished,
-}
 
 
 def build_nodes(records: Iterable[dict[str, Any]]) -> Iterator[Node]:

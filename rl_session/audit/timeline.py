@@ -276,18 +276,18 @@ class _Builder:
         )
 
     def _add_ranks(self, lane: _Lane, node: Node) -> None:
-        for move in node.moves:
+        for move, start, end in node.lay_out():
             if not move.source.startswith("rank:"):
                 continue
             rank = move.source.removeprefix("rank:")
             row = lane.row("rank", int(rank) if rank.isdecimal() else -1, f"rank {rank}")
             name = f"{move.component} {move.from_tier} \N{RIGHTWARDS ARROW} {move.to_tier}"
             moved, elided = (0, move.nbytes) if move.elided else (move.nbytes, 0)
-            fields = (("transition", words(node.record.get("transition_id"))),)
+            fields = (("part of", _title(node)),)
             row.items.append(
                 (
-                    _micros(max(0.0, move.end - move.seconds)),
-                    _micros(move.end),
+                    _micros(start),
+                    _micros(end),
                     self._names.add(name),
                     0,
                     moved,

@@ -93,17 +93,19 @@ class _Tracer:
             yield {**event, "ph": "i", "s": "t"}
         else:
             yield {**event, "ph": "X", "dur": round(end - at, 3), **({"cname": "terrible"} if _is_bad(node) else {})}
-        for move in node.moves:
-            yield from self._move(node, pid, tid, move)
+        for move, start, end in node.lay_out():
+            yield from self._move(node, (pid, tid), move, _micros(start), _micros(end))
 
-    def _move(self, node: Node, pid: int, tid: int, move: Move) -> Iterator[dict[str, Any]]:
+    def _move(
+        self, node: Node, where: tuple[int, int], move: Move, start: float, end: float
+    ) -> Iterator[dict[str, Any]]:
         """A move on a rank, with the arrow from its transition; in process the transition's arguments list it."""
         rank = move.source.removeprefix("rank:")
         if rank == move.source:
             return
+        pid, tid = where
         thread = _FIRST_RANK_THREAD + (int(rank) if rank.isdecimal() else 0)
         yield from self._thread(pid, thread, f"rank {rank}")
-        start = _micros(max(0.0, move.end - move.seconds))
         transition = node.record.get("transition_id")
         yield {
             "ph": "X",
@@ -112,14 +114,14 @@ class _Tracer:
             "pid": pid,
             "tid": thread,
             "ts": start,
-            "dur": round(_micros(move.end) - start, 3),
+            "dur": round(end - start, 3),
             "args": {"nbytes": move.nbytes, "elided": move.elided, "transition_id": transition},
         }
         self._num_flows += 1
         arrow = {"name": "moves", "cat": "flow", "id": self._num_flows, "pid": pid}
         # An arrow leaves from inside its transition: ranks' clocks may be off by a little.
-        end = _micros(self._nodes.now if node.end is None else node.end)
-        leaves = min(max(start, _micros(node.start)), end)
+        last = _micros(self._nodes.now if node.end is None else node.end)
+        leaves = min(max(start, _micros(node.start)), last)
         yield {**arrow, "ph": "s", "tid": tid, "ts": leaves}
         yield {**arrow, "ph": "f", "bp": "e", "tid": thread, "ts": max(start, leaves)}
 

@@ -17,6 +17,7 @@ _app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 _app.add_typer(_audit, name="audit")
 

@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="What a run did, read from its audit log: where the time went, what moved, who held the memory.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
 )
+
+
+def _examples(*commands: str) -> str:
+    # \b keeps the lines of a paragraph as they are.
+    return "\b\nExamples:\n" + "\n".join(f"  rl-session audit {command}" for command in commands)
+
 
 _Run = Annotated[
     str, typer.Argument(metavar="RUN", help="The log: the file given as audit_path. - reads standard input.")
@@ -31,11 +37,21 @@ _Run = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _Output = Annotated[
     str | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Where to write; - is standard output. Default: beside the log."),
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="Where to write; - is standard output. Default: beside the log."
+    ),
 ]
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "show run.jsonl",
+        "show run.jsonl --step 7 --moves",
+        "show run.jsonl --policy actor --event 'transition.*' --since 10 --until 12.5",
+        "show run.jsonl --event guard.rejected        # was anything called in the wrong mode?",
+        "show run.jsonl --json --step 7 | jq .bytes_moved",
+    )
+)
 def show(
     run: _Run,
     policy: Annotated[
@@ -57,20 +73,7 @@ def show(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
 ) -> None:
-    """Show scopes, transitions and calls as a tree, step by step.
-
-    Examples:
-
-        rl-session audit show run.jsonl
-
-        rl-session audit show run.jsonl --step 7 --moves
-
-        rl-session audit show run.jsonl --policy actor --event 'transition.*' --since 10 --until 12.5
-
-        rl-session audit show run.jsonl --event guard.rejected        # was anything called in the wrong mode?
-
-        rl-session audit show run.jsonl --json --step 7 | jq .bytes_moved
-    """
+    """Show scopes, transitions and calls as a tree, step by step."""
     filters = _filters(policy, rank, step, event, since, until)
     with _reading(run, follow=follow) as reader:
         records = _until_closed(reader) if follow else reader.dicts()
@@ -87,28 +90,27 @@ def show(
             typer.echo("nothing matches" if not filters.is_empty else "no records", err=True)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "summary run.jsonl",
+        "summary run.jsonl --step 7          # where did the time of step 7 go?",
+        "summary run.jsonl --json | jq '.memory.actor'",
+    )
+)
 def summary(
     run: _Run,
     step: Annotated[int | None, typer.Option("--step", "-s", help="Only this step: where did its time go?")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Sum up a run: time and bytes per policy and mode, slowest transitions, trouble, and who holds the memory.
-
-    Examples:
-
-        rl-session audit summary run.jsonl
-
-        rl-session audit summary run.jsonl --step 7          # where did the time of step 7 go?
-
-        rl-session audit summary run.jsonl --json | jq '.memory.actor'
-    """
+    """Sum up a run: time and bytes per policy and mode, slowest transitions, trouble, and who holds the memory."""
     from rl_session.audit.summary import summarize
 
     with _reading(run) as reader:
         result = summarize(reader.dicts(), step=step)
         if step is not None and not result.num_records:
-            _fail(f"summing up step {step} of {run!r}", "the log has no record of that step", "a step that is in the log")
+            _fail(
+                f"summing up step {step} of {run!r}", "the log has no record of that step", "a step that is in the log"
+            )
         if as_json:
             _write_json({**result.to_json(), "torn": reader.torn, "skipped": reader.skipped})
             return
@@ -117,7 +119,12 @@ def summary(
         print_summary(result)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "check run.jsonl",
+        "check run.jsonl --complete --json",
+    )
+)
 def check(
     run: _Run,
     complete: Annotated[
@@ -128,12 +135,6 @@ def check(
     """Check that a log is whole and makes sense.
 
     Exit status: 0 nothing wrong, 1 something is, 2 not an audit log.
-
-    Examples:
-
-        rl-session audit check run.jsonl
-
-        rl-session audit check run.jsonl --complete --json
     """
     from rl_session.audit.check import check as check_log
 
@@ -151,7 +152,12 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "diff before.jsonl after.jsonl",
+        "diff before.jsonl after.jsonl --bytes --json",
+    )
+)
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="The log of one run. - reads standard input.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The log of another.")],
@@ -163,12 +169,6 @@ def diff(
     Time is shown and never counts as a difference: it is the machine's.
 
     Exit status: 0 both did the same in the same order, 1 they did not, 2 one is not an audit log.
-
-    Examples:
-
-        rl-session audit diff before.jsonl after.jsonl
-
-        rl-session audit diff before.jsonl after.jsonl --bytes --json
     """
     from rl_session.audit.diff import diff as compare
 
@@ -184,17 +184,16 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "timeline run.jsonl                  # writes run.html",
+        "timeline run.jsonl -o /tmp/run.html",
+    )
+)
 def timeline(run: _Run, output: _Output = None, as_json: _Json = False) -> None:
     """Draw a run as one HTML page: scopes, moves and calls in lanes, the memory below them.
 
     The page needs no network and can be mailed. --json writes what is drawn instead.
-
-    Examples:
-
-        rl-session audit timeline run.jsonl                  # writes run.html
-
-        rl-session audit timeline run.jsonl -o /tmp/run.html
     """
     from rl_session.audit.timeline import render_page, timeline_data
 
@@ -209,30 +208,27 @@ def timeline(run: _Run, output: _Output = None, as_json: _Json = False) -> None:
             _save(render_page(data).encode(), run, output, ".html")
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "trace run.jsonl                     # writes run.trace.json",
+        "trace run.jsonl -o - | gzip > run.trace.json.gz",
+    )
+)
 def trace(run: _Run, output: _Output = None) -> None:
-    """Write a run in the Chrome trace format, for https://ui.perfetto.dev.
-
-    Examples:
-
-        rl-session audit trace run.jsonl                     # writes run.trace.json
-
-        rl-session audit trace run.jsonl -o - | gzip > run.trace.json.gz
-    """
+    """Write a run in the Chrome trace format, for https://ui.perfetto.dev."""
     from rl_session.audit.trace import trace_chunks
 
     with _reading(run) as reader:
         _save(trace_chunks(reader.dicts()), run, output, ".trace.json")
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "schema > audit-schema.json",
+    )
+)
 def schema() -> None:
-    """Print the JSON Schema of a line of the log.
-
-    Examples:
-
-        rl-session audit schema > audit-schema.json
-    """
+    """Print the JSON Schema of a line of the log."""
     import orjson
 
     from rl_session.audit.schema import schema as line_schema
@@ -256,7 +252,8 @@ def _reading(run: str, *, follow: bool = False) -> Iterator[AuditReader]:
         for loss in _losses(reader):
             typer.echo(f"warning: {loss}", err=True)
     except RLSessionError as error:
-        typer.echo(_clean(f"{type(error).__name__}: {error}"), err=True)
+        name = next(cls.__name__ for cls in type(error).__mro__ if not cls.__name__.startswith("_"))
+        typer.echo(_clean(f"{name}: {error}"), err=True)
         raise typer.Exit(2) from error
     except BrokenPipeError:
         # What reads us, such as head, has seen enough. Python would complain once more when it flushes.
@@ -358,7 +355,9 @@ def _save(data: bytes | Iterator[bytes], run: str, output: str | None, suffix: s
         part.replace(output)
     except OSError as error:
         part.unlink(missing_ok=True)
-        _fail(f"writing {output!r}", f"{error.strerror or error}", "-o with a path in a directory that you may write to")
+        _fail(
+            f"writing {output!r}", f"{error.strerror or error}", "-o with a path in a directory that you may write to"
+        )
     except BaseException:
         part.unlink(missing_ok=True)
         raise

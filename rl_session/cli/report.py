@@ -232,7 +232,9 @@ def print_check(result: CheckResult) -> None:
         for item in result.unfinished[:_NUM_ROWS]:
             whose = f" of {printable(item.policy)}" if item.policy else ""
             number = "" if item.id is None else f" {item.id}"
-            where = "" if item.seq is None else out.style(f"  begun by {printable(item.source or '')} {item.seq}", "dim")
+            where = (
+                "" if item.seq is None else out.style(f"  begun by {printable(item.source or '')} {item.seq}", "dim")
+            )
             out.line(f"  {item.kind}{number} {out.style(printable(item.name), 'warn')}{whose}{where}")
     if result.notes:
         out.head("Notes")
@@ -303,7 +305,9 @@ def _print_pairs(out: Printer, title: str, pairs: dict[Any, tuple[Total, Total]]
         return
     out.head(title)
     rows, styles = [], []
-    for (policy, *modes), (a, b) in sorted(pairs.items(), key=lambda item: -max(t.seconds for t in item[1]))[:_NUM_ROWS]:
+    for (policy, *modes), (a, b) in sorted(pairs.items(), key=lambda item: -max(t.seconds for t in item[1]))[
+        :_NUM_ROWS
+    ]:
         cells = [printable(policy), f" {_ARROW} ".join(map(printable, modes)), f"{a.count:,}", f"{b.count:,}"]
         if has_bytes:
             cells += [_size(a.bytes_moved), _size(b.bytes_moved)]

@@ -80,18 +80,22 @@ class _Drawer:
     def _draw(self, node: Node, before: str, below: str) -> None:
         """Draw a node after ``before``, and what is inside it after ``below``."""
         self._line(node.start, self.out.style(before, "dim") + self.node_text(node, len(before)))
-        parts: list[Node | Move] = sorted([*node.children, *self._shown_moves(node)], key=_start)
-        for index, part in enumerate(parts):
+        parts: list[tuple[float, Node | Move]] = [(child.start, child) for child in node.children]
+        parts += [(start, move) for move, start, _ in self._shown_moves(node)]
+        parts.sort(key=lambda part: part[0])
+        for index, (start, part) in enumerate(parts):
             is_last = index == len(parts) - 1
-            head = below + ("\N{BOX DRAWINGS LIGHT UP AND RIGHT}" if is_last else "\N{BOX DRAWINGS LIGHT VERTICAL AND RIGHT}")
+            head = below + (
+                "\N{BOX DRAWINGS LIGHT UP AND RIGHT}" if is_last else "\N{BOX DRAWINGS LIGHT VERTICAL AND RIGHT}"
+            )
             head += "\N{BOX DRAWINGS LIGHT HORIZONTAL} "
             if isinstance(part, Move):
-                self._line(_start(part), self.out.style(head, "dim") + self._move_text(part))
+                self._line(start, self.out.style(head, "dim") + self._move_text(part))
             else:
                 self._draw(part, head, below + ("   " if is_last else "\N{BOX DRAWINGS LIGHT VERTICAL}  "))
 
-    def _shown_moves(self, node: Node) -> list[Move]:
-        return node.moves if self._has_moves and node.kind == "transition" else []
+    def _shown_moves(self, node: Node) -> list[tuple[Move, float, float]]:
+        return node.lay_out() if self._has_moves and node.kind == "transition" else []
 
     def _line(self, at: float, text: str) -> None:
         self.out.line(self.out.style(f"{at:>{_TIME_WIDTH}.3f}  ", "dim") + text)
@@ -112,30 +116,37 @@ class _Drawer:
         return "  ".join([self.out.style(padded, "bad" if is_bad else style), *said]).rstrip()
 
     def _facts(self, node: Node) -> list[str]:
-        out = self.out
-        said = []
-        if node.kind != "event" or (node.seconds or 0) > 0:
-            lasted = "unfinished" if node.end is None else seconds_text(node.seconds or 0.0)
-            said.append(out.style(lasted.ljust(10), "warn" if node.end is None else ""))
-        if node.kind == "transition":
-            said.append(self._bytes(node))
-        if node.kind in ("scope", "event") and node.policy and node.depth == 0:
-            said.append(printable(node.policy))
-        if node.call_site:
-            said.append(out.style(printable(node.call_site), "where"))
-        if node.kind == "event":
-            said.append(out.style(_values(detail(node)), "warn" if node.name in _LOUD else "dim"))
-        if node.kind == "call" and (changed := detail(node).get("changed")):
-            said.append(out.style(_changed(changed), "dim"))
-        if node.kind == "transition" and (node.depth == 0 or node.status not in ("ok", "unfinished")):
-            said.append(out.style(printable(node.reason), "dim"))
-        if node.status == "rolled back":
-            said.append(out.style("rolled back", "bad"))
-        if node.kind == "scope" and node.end is not None and node.entered is None:
-            said.append(out.style("never entered", "bad"))  # why, its transition says
-        elif node.error:
-            said.append(out.style(printable(node.error), "bad"))
+        said = [self._lasted(node), *getattr(self, f"_{node.kind}_facts")(node), *self._failure(node)]
         return [part for part in said if part]
+
+    def _lasted(self, node: Node) -> str:
+        if node.end is None:
+            return self.out.style("unfinished".ljust(10), "warn")
+        if node.kind == "event" and not node.seconds:
+            return ""
+        return seconds_text(node.seconds or 0.0).ljust(10)
+
+    def _scope_facts(self, node: Node) -> list[str]:
+        whose = printable(node.policy or "") if node.depth == 0 else ""
+        return [whose, self.out.style(printable(node.call_site), "where")]
+
+    def _transition_facts(self, node: Node) -> list[str]:
+        # Inside a scope the reason is plain: the way in, or the way out.
+        is_told = node.depth == 0 or node.status not in ("ok", "unfinished")
+        return [self._bytes(node), self.out.style(printable(node.reason), "dim") if is_told else ""]
+
+    def _call_facts(self, node: Node) -> list[str]:
+        return [self.out.style(_changed(node.record.get("changed")), "dim")]
+
+    def _event_facts(self, node: Node) -> list[str]:
+        whose = printable(node.policy or "") if node.depth == 0 else ""
+        return [whose, self.out.style(_values(detail(node)), "warn" if node.name in _LOUD else "dim")]
+
+    def _failure(self, node: Node) -> list[str]:
+        if node.kind == "scope" and node.end is not None and node.entered is None:
+            return [self.out.style("never entered", "bad")]  # why, its transition says
+        rolled_back = "rolled back" if node.status == "rolled back" else ""
+        return [self.out.style(rolled_back, "bad"), self.out.style(printable(node.error), "bad")]
 
     def _bytes(self, node: Node) -> str:
         moved, elided = node.bytes_moved, node.bytes_elided
@@ -196,10 +207,6 @@ class _Live:
             self._drawer.live_line(at, depth, self._drawer.node_text(ended, 3 * depth))
 
 
-def _start(part: Node | Move) -> float:
-    return max(0.0, part.end - part.seconds) if isinstance(part, Move) else part.start
-
-
 def _name(node: Node) -> tuple[str, str]:
     match node.kind:
         case "scope":
@@ -217,7 +224,11 @@ def _values(fields: dict[str, Any]) -> str:
 
 
 def _value(key: str, value: object) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and (key == "nbytes" or key.endswith(("_bytes", "_budget"))):
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and (key == "nbytes" or key.endswith(("_bytes", "_budget")))
+    ):
         return bytes_text(value)
     text = value if isinstance(value, str) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     text = text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}..."

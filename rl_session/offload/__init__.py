@@ -7,7 +7,12 @@
     host_pool   host buffers, allocated once and reused
     guard       typed errors for touching what is away
     caches      callables run when memory is released
-    engine      transactional moves over all of these
+    unit        the record of one storage
+    ledger      the books of one policy: what is where, by scanning
+    transaction one move, and the way back from any point of it
+    engine      brings a policy to a placement, all or nothing
+    swap        other contents for the same storages, for a while
+    reports     what a move says afterwards
 
 Knows nothing of policies, modes or scopes beyond components and tiers, and nothing of the audit log: it returns facts.
 """

@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -65,7 +66,7 @@ class Found:
     aliases: dict[int, Tensor]
     """Every known tensor over the storage by ``id``, those that belong to no component included."""
 
-    @property
+    @cached_property
     def components(self) -> tuple[str, ...]:
         """The components that reach it, in scanning order, without repeats."""
         return tuple(dict.fromkeys(entry.component for entry in self.entries))

@@ -58,6 +58,11 @@ class Unit:
     aliases: dict[int, weakref.ref[Tensor]] = attrs.field(factory=dict)
     needs: dict[object, Tier] = attrs.field(factory=dict)
 
+    def host_bytes(self) -> Tensor:
+        """The host copy, a uint8 tensor; there must be one."""
+        assert self.host is not None, f"{self.name} has no host buffer"
+        return self.host.data
+
     def live_aliases(self) -> list[Tensor]:
         """The known tensors that still exist."""
         return [tensor for ref in self.aliases.values() if (tensor := ref()) is not None]

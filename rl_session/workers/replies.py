@@ -9,7 +9,7 @@ import attrs
 
 from rl_session.errors import RLSessionError
 from rl_session.lifecycle import Flags, Mode, Placement, Tier
-from rl_session.offload.engine import Notice
+from rl_session.offload.reports import Notice
 from rl_session.planning import Moved
 
 __all__ = ["CallResult", "Changed", "Description", "Failed", "Ok", "Reply", "TransitionReply", "TransitionRequest"]

@@ -28,6 +28,7 @@ class FakeRun:
         self._lines: dict[str, list[bytes]] = {}
         self._transition = 0
         self._scope = 0
+        self._policies: tuple[str, ...] = ()
 
     def write(self, event: str, *, source: str = "driver", policy: str | None = None, **fields: Any) -> None:
         lines = self._lines.setdefault(source, [])
@@ -54,7 +55,10 @@ class FakeRun:
         return self.path
 
     def open(self, *policies: str) -> None:
-        self.write("session.opened", device_budget=80 * GB, host_budget=None, release="eager", verify="off", versions={})
+        self._policies = policies
+        self.write(
+            "session.opened", device_budget=80 * GB, host_budget=None, release="eager", verify="off", versions={}
+        )
         for policy in policies:
             self.write(
                 "policy.created",
@@ -66,6 +70,8 @@ class FakeRun:
             )
 
     def close(self, error: str | None = None) -> None:
+        for policy in self._policies:
+            self.write("policy.closed", policy=policy, reason="session")
         self.write("session.closed", error=error, seconds=self.now)
 
     def transition(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rl_session as rs
-from rl_session.offload import engine as engine_module
+from rl_session.offload import ledger as ledger_module
 from rl_session.testing import EmulatedDevice
 
 SCOPES = ["training", "logprob", "refit", "generation", "offloaded"]
@@ -325,7 +325,7 @@ def test_entering_the_mode_in_effect_costs_nothing_and_writes_two_records(
         mode, placement, num_records = rig.policy.mode, rig.policy._control.frames[-1].placement, len(rig.records())
         calls: list[str] = []
         group = rig.policy._control.group
-        monkeypatch.setattr(engine_module, "scan", lambda *a, **k: calls.append("scan"))
+        monkeypatch.setattr(ledger_module, "scan", lambda *a, **k: calls.append("scan"))
         monkeypatch.setattr(gc, "collect", lambda *a: calls.append("gc"))
         monkeypatch.setattr(EmulatedDevice, "_copy", lambda *a: calls.append("copy"))
         monkeypatch.setattr(EmulatedDevice, "empty_cache", lambda *a: calls.append("empty_cache"))

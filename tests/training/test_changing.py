@@ -341,3 +341,25 @@ def test_live_gradients_are_refused_or_discarded_as_configured(
             with pytest.raises(rs.StepClosedError):
                 step.commit()
         policy.train(batch, lab.nll_loss)
+
+
+def test_a_parameter_of_the_optimizer_alone_moves_with_it_and_its_gradient_with_the_gradients(
+    lab: SimpleNamespace, attach: Any
+) -> None:
+    """A learned temperature, say: stepped with the model, and in no module."""
+    kit = lab.Kit()
+    lonely = nn.Parameter(torch.ones(5))
+    kit.stepped.add_param_group({"params": [lonely]})
+    policy = attach(kit)
+    with policy.training_mode():
+        (lonely * torch.arange(5)).sum().backward()
+    assert lonely.untyped_storage().nbytes() == 0
+    assert lonely.grad is not None
+    assert lonely.grad.untyped_storage().nbytes() == 0
+    assert policy.placement["grads"] is rs.Tier.HOST
+    with policy.training_mode():
+        assert torch.equal(lonely.grad, torch.arange(5.0))
+        kit.stepped.step()
+    assert lonely.grad is None
+    policy.close()
+    assert not torch.equal(lonely.detach(), torch.ones(5))

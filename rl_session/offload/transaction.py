@@ -1,0 +1,297 @@
+"""One move, from the first copy to the last, and the way back from any point of it.
+
+The order is fixed: copy out what is not clean, wait, free; drop; allocate, copy in, wait. The host copy is complete before
+the device copy is freed, so that at every instant each byte exists somewhere. Knows nothing of why bytes move.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from rl_session.errors import FaultedError, IntegrityError
+from rl_session.lifecycle import Component, Tier
+from rl_session.offload import tensors
+from rl_session.offload.host_pool import HostPool
+from rl_session.offload.inventory import Found
+from rl_session.offload.ledger import Ledger, Snapshot
+from rl_session.offload.reports import Notice
+from rl_session.offload.unit import Unit
+from rl_session.planning import Move, Moved, Plan
+
+__all__ = ["Transaction"]
+
+_Key = tuple[str, Tier, Tier, bool]
+
+
+class Transaction:
+    """What has been done so far of a plan, in a form that can be undone.
+
+    Args:
+        ledger: The records of the policy.
+        snapshot: A fresh look; re-homed storages are replaced in it.
+        todo: The plan.
+        pool: Where host buffers come from.
+        verify: Whether contents are compared.
+        pin: Whether host buffers are page-locked on CUDA.
+    """
+
+    def __init__(
+        self, ledger: Ledger, snapshot: Snapshot, todo: Plan, pool: HostPool, *, verify: bool, pin: bool
+    ) -> None:
+        self.ledger = ledger
+        self.device = ledger.device
+        self.snapshot = snapshot
+        self.todo = todo
+        self.pool = pool
+        self.verify = verify
+        self.pin = pin
+        self.notices: list[Notice] = []
+        self.onloaded: list[Unit] = []
+        """Units that came, or were coming, to the device."""
+        self._freed: list[Unit] = []
+        self._emptied: list[Unit] = []
+        self._buffered: list[Unit] = []
+        self._copied: list[Unit] = []
+        self._swapped: list[tuple[Tensor, Tensor]] = []
+        self._homes: list[torch.UntypedStorage] = []
+        self._seconds: dict[_Key, float] = {}
+
+    def run(self) -> None:
+        """Carry the plan out. After an exception call :meth:`undo`."""
+        self._offload()
+        self._drop([move for move in self.todo.drops if move.from_tier is Tier.DEVICE])
+        self._onload()
+        # Nothing can fail any more: gradients on the host are given up only now.
+        self._drop([move for move in self.todo.drops if move.from_tier is not Tier.DEVICE])
+
+    def seconds_of(self, moved: Moved) -> float:
+        """Wall time of the copies of one line of the report."""
+        return self._seconds.get((moved.component, moved.from_tier, moved.to_tier, moved.elided), 0.0)
+
+    # -- device to host ------------------------------------------------------------------------------------------
+
+    def _offload(self) -> None:
+        todo = self.todo
+        if not todo.offloads:
+            return
+        self.notices += self._unknown_holders()
+        units = [self._ensure_resizable(move.key) for move in todo.offloads]
+        storages = [self.ledger.storage(unit, self.snapshot) for unit in units]
+        copied = [index for index, move in enumerate(todo.offloads) if not move.elided]
+        self._acquire([units[index] for index in copied])
+        for group in _runs([todo.offloads[index] for index in copied], copied):
+            start = time.perf_counter()
+            self.device.copy_out([(storages[index], units[index].host_bytes()) for index in group])
+            self._note(todo.offloads[group[0]], time.perf_counter() - start)
+        self.device.synchronize()
+        if self.verify:
+            self._verify_offload(todo.offloads, units, storages)
+        for unit in units:
+            unit.validate_host()
+        for unit, storage, move in zip(units, storages, todo.offloads, strict=True):
+            unit.storage = storage
+            self._freed.append(unit)
+            unit.tier = Tier.HOST
+            self.ledger.hide(unit, move.component)
+        self.device.free(storages)
+
+    def _unknown_holders(self) -> list[Notice]:
+        """Storages that a view or a live graph we cannot see also holds: touching those cannot be caught."""
+        nbytes = count = 0
+        for move in self.todo.offloads:
+            unit = self.snapshot.units[move.key]
+            known = len(unit.live_aliases())
+            if tensors.num_holders(self.ledger.storage(unit, self.snapshot)) > known:
+                nbytes += unit.nbytes
+                count += 1
+        if not count:
+            return []
+        message = "moved storages that something else holds too (a detached view, a live autograd graph)"
+        return [Notice("unknown_holders", message, nbytes, count)]
+
+    def _ensure_resizable(self, key: int) -> Unit:
+        """The unit of a storage, re-homed first when it cannot be resized (mapped files, numpy arrays)."""
+        unit = self.snapshot.units[key]
+        found = self.snapshot.inventory.storages[key]
+        if found.storage.resizable():
+            return unit
+        aliases = unit.live_aliases()
+        home = tensors.rehome(found.storage, aliases)
+        self.ledger.rekey(unit, found, home, self.snapshot)
+        return unit
+
+    def _acquire(self, units: Sequence[Unit]) -> None:
+        """Give every unit a host buffer; those that have one from before keep it."""
+        needy = [unit for unit in units if unit.host is None]
+        buffers = self.pool.acquire([unit.nbytes for unit in needy], self.device, pin=self.pin)
+        for unit, buffer in zip(needy, buffers, strict=True):
+            unit.host, unit.pool = buffer, self.pool
+            self._buffered.append(unit)
+        for unit in units:
+            unit.host_valid = unit.is_snapshot = False
+        self._copied += units
+
+    def _verify_offload(
+        self, moves: Sequence[Move], units: Sequence[Unit], storages: Sequence[torch.UntypedStorage]
+    ) -> None:
+        for move, unit, storage in zip(moves, units, storages, strict=True):
+            found = self.device.checksum(storage)
+            expected = unit.checksum if move.elided else self.device.host_checksum(unit.host_bytes())
+            if expected is not None and found != expected:
+                unit.host_valid = False
+                what = "changed in a mode that must not write it" if move.elided else "was not copied faithfully"
+                self._integrity_error(unit, what)
+            unit.checksum = found
+
+    def _integrity_error(self, unit: Unit, what: str) -> NoReturn:
+        label, facts = self.ledger.explain()
+        raise IntegrityError(
+            f"{label}: {unit.name} ({unit.nbytes} bytes) {what}",
+            facts,
+            "change weights in training_mode() or through the optimizer; the next attempt copies this storage",
+        )
+
+    # -- nowhere -------------------------------------------------------------------------------------------------
+
+    def _drop(self, moves: Sequence[Move]) -> None:
+        """Let go of gradients: by ``p.grad = None``, or in place where views of a flat buffer live on.
+
+        The frees come first, because they can fail. A later failure brings a flat buffer back as zeros, and no ``p.grad``:
+        what is dropped was consumed, or the user said to discard it.
+        """
+        in_slots = {move.key for move in moves if self._is_in_slots(move)}
+        for move in moves:
+            if move.key not in in_slots:
+                self._free_in_place(self.snapshot.units[move.key], self.snapshot.inventory.storages[move.key])
+        for key in in_slots:
+            self._clear_slots(self.snapshot.inventory.storages.pop(key))
+            self.snapshot.units.pop(key).release_host()
+            del self.device.units[key]
+
+    def _is_in_slots(self, move: Move) -> bool:
+        """Whether ``p.grad = None`` lets go of a storage: nothing but ``.grad`` is over it, and it is no flat buffer.
+
+        A gradient that has its storage to itself is let go of also when the user has a view of it: the view keeps the bytes.
+        """
+        found = self.snapshot.inventory.storages[move.key]
+        slots = {id(entry.tensor): entry.tensor for entry in found.entries if entry.is_grad_slot}
+        if slots.keys() != found.aliases.keys():
+            return False
+        is_alone = len(slots) == 1 and found.entries[0].tensor.nbytes == move.nbytes
+        return is_alone or tensors.num_holders(found.storage) == len(slots)
+
+    def _clear_slots(self, found: Found) -> None:
+        for parameter in self.ledger.owners_of_gradients():
+            if parameter.grad is not None and id(parameter.grad) in found.aliases:
+                parameter.grad = None
+
+    def _free_in_place(self, unit: Unit, found: Found) -> None:
+        was, unit.tier, unit.storage = unit.tier, Tier.NONE, found.storage
+        # The zeros that come back are nobody's gradients.
+        self.ledger.stamps.consume(entry.tensor for entry in found.entries)
+        self.ledger.hide(unit, Component.GRADS)
+        if was is Tier.DEVICE:
+            self._emptied.append(unit)
+            self.device.free([found.storage])
+        unit.release_host()
+
+    # -- host to device ------------------------------------------------------------------------------------------
+
+    def _onload(self) -> None:
+        todo = self.todo
+        if not todo.onloads:
+            return
+        units = [self.snapshot.units[move.key] for move in todo.onloads]
+        for unit in units:
+            if unit.tier is Tier.HOST and unit.host is None:
+                self._bring_in_foreign(unit)
+        home = [unit for unit in units if unit not in self.onloaded]
+        for unit in home:
+            self.onloaded.append(unit)
+        storages = [self.ledger.storage(unit, self.snapshot) for unit in home]
+        self._collect_if_short(todo.nbytes_onload)
+        self.device.allocate(storages, [unit.nbytes for unit in home])
+        copied = [index for index, unit in enumerate(home) if unit.tier is Tier.HOST]
+        moves = {move.key: move for move in todo.onloads}
+        for group in _runs([moves[home[index].key] for index in copied], copied):
+            start = time.perf_counter()
+            self.device.copy_in([(storages[index], home[index].host_bytes()) for index in group])
+            self._note(moves[home[group[0]].key], time.perf_counter() - start)
+        self.device.synchronize()
+        for unit, storage in zip(home, storages, strict=True):
+            if unit.tier is Tier.NONE:
+                tensors.byte_alias(storage).zero_()
+            elif self.verify and unit.checksum is not None and self.device.checksum(storage) != unit.checksum:
+                self._integrity_error(unit, "came back with other bytes than it left with")
+
+    def _collect_if_short(self, nbytes: int) -> None:
+        """Look for garbage that holds device memory when there is not room for ``nbytes`` more."""
+        free = self.device.free_bytes()
+        if free is not None and free < nbytes:
+            gc.collect()
+            self.device.empty_cache()
+
+    def _bring_in_foreign(self, unit: Unit) -> None:
+        """Move tensors that were built on the CPU onto a CUDA device, once; afterwards their storage lives there."""
+        found = self.snapshot.inventory.storages[unit.key]
+        fresh = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device.torch_device)
+        fresh.copy_(tensors.byte_alias(found.storage))
+        home = fresh.untyped_storage()
+        self._homes.append(home)
+        for alias in unit.live_aliases():
+            self._swapped.append((alias, alias.detach()))
+            alias.data = tensors.fresh_view(alias, home)
+        self.ledger.rekey(unit, found, home, self.snapshot)
+        unit.tier, unit.storage = Tier.DEVICE, None
+        self.onloaded.append(unit)
+
+    # -- the way back --------------------------------------------------------------------------------------------
+
+    def undo(self, cause: BaseException) -> None:
+        """Put everything back: first give memory back, then bring in what was freed."""
+        try:
+            self.device.synchronize()  # no copy may still be under way into memory that is freed next
+            for alias, old in self._swapped:
+                alias.data = old
+            taken = [u for u in self.onloaded if u.storage is not None and u.storage.nbytes() > 0]
+            self.device.free([*(u.storage for u in taken if u.storage is not None), *self._homes])
+            gone = {u: u.storage for u in self._freed if u.storage is not None and u.storage.nbytes() == 0}
+            empty = {u: u.storage for u in self._emptied if u.storage is not None and u.storage.nbytes() == 0}
+            self.device.allocate([*gone.values(), *empty.values()], [u.nbytes for u in (*gone, *empty)])
+            self.device.copy_in([(storage, unit.host_bytes()) for unit, storage in gone.items()])
+            for storage in empty.values():
+                tensors.byte_alias(storage).zero_()
+            self.device.synchronize()
+        except BaseException as second:
+            label, facts = self.ledger.explain()
+            raise FaultedError(
+                f"{label}: a transition failed, and putting things back failed too",
+                (*facts, f"first: {type(cause).__name__}: {cause}", "every byte is safe in a host buffer"),
+                "policy.recover()",
+                f"{type(second).__name__}: {second}",
+            ) from cause
+        for unit in (*self._freed, *self._emptied):
+            unit.tier, unit.storage = Tier.DEVICE, None
+            self.ledger.reveal(unit)
+        for unit in self._copied:
+            unit.host_valid = False  # what stands again may be written at any time
+        for unit in self._buffered:
+            unit.release_host()
+
+    def _note(self, move: Move, elapsed: float) -> None:
+        key = (move.component, move.from_tier, move.to_tier, move.elided)
+        self._seconds[key] = self._seconds.get(key, 0.0) + elapsed
+
+
+def _runs(moves: Sequence[Move], indices: Sequence[int]) -> list[list[int]]:
+    """``indices`` grouped by the component of their moves, in order of first appearance."""
+    groups: dict[str, list[int]] = {}
+    for move, index in zip(moves, indices, strict=True):
+        groups.setdefault(move.component, []).append(index)
+    return list(groups.values())

@@ -1,0 +1,128 @@
+"""What the commands say to what is no log: three parts on stderr, status 2, and never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_session.cli import _app
+
+COMMANDS = ["show", "summary", "check", "timeline", "trace"]
+MAIN = [sys.executable, "-c", "from rl_session.cli import main; main()", "audit"]
+
+
+def _missing(path: Path) -> Path:
+    return path / "missing.jsonl"
+
+
+def _directory(path: Path) -> Path:
+    return path
+
+
+def _binary(path: Path) -> Path:
+    (path / "model.bin").write_bytes(bytes(range(256)) * 100)
+    return path / "model.bin"
+
+
+def _empty(path: Path) -> Path:
+    (path / "empty.jsonl").touch()
+    return path / "empty.jsonl"
+
+
+def _other(path: Path) -> Path:
+    (path / "other.jsonl").write_text('{"loss": 1.5}\n' * 100)
+    return path / "other.jsonl"
+
+
+def _text(path: Path) -> Path:
+    (path / "README.md").write_text("# not a log\n")
+    return path / "README.md"
+
+
+INPUTS = {
+    "missing": (_missing, "there is no such file"),
+    "directory": (_directory, "it is a directory"),
+    "binary": (_binary, "binary"),
+    "empty": (_empty, "empty"),
+    "other": (_other, "audit record"),
+    "text": (_text, "audit record"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", INPUTS)
+def test_what_is_no_log_is_refused_in_three_parts(command: str, name: str, tmp_path: Path) -> None:
+    make, fact = INPUTS[name]
+    result = CliRunner().invoke(_app, ["audit", command, str(make(tmp_path))])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("AuditError: [RLS205] reading ")
+    assert any(fact in line for line in lines[1:-1]), result.stderr
+    assert lines[-1].startswith("  write: ")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_both_logs_of_a_diff_must_be_logs(which: int, whole_run: Path, tmp_path: Path) -> None:
+    paths = [str(whole_run), str(_missing(tmp_path))]
+    result = CliRunner().invoke(_app, ["audit", "diff", *(paths if which else reversed(paths))])
+    assert result.exit_code == 2
+    assert "there is no such file" in result.stderr
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\1\2" * 100, b"hello\n"])
+def test_standard_input_is_refused_likewise(data: bytes) -> None:
+    result = CliRunner().invoke(_app, ["audit", "summary", "-"], input=data)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("AuditError: [RLS205]")
+
+
+@pytest.mark.parametrize("command", ["timeline", "trace"])
+def test_a_place_that_cannot_be_written_is_refused(command: str, whole_run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(_app, ["audit", command, str(whole_run), "-o", str(tmp_path / "no" / "where")])
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[0].startswith("AuditError: writing ")
+    assert result.stderr.splitlines()[-1].startswith("  write: -o ")
+
+
+@pytest.mark.parametrize("command", ["show", "summary", "trace"])
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(command: str, fake_run) -> None:  # noqa: ANN001
+    fake_run.open("actor")
+    for step in range(200):
+        fake_run.training_step(step)
+    extra = ["-o", "-"] if command == "trace" else ["--json"] if command == "show" else []
+    process = subprocess.Popen(
+        [*MAIN, command, str(fake_run.save()), *extra], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == 0
+
+
+def test_what_a_terminal_cannot_encode_is_written_as_an_escape(hostile_run) -> None:  # noqa: ANN001
+    path = hostile_run("\N{SNOWMAN}")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([*MAIN, "show", str(path)], capture_output=True, check=True, env=environment)
+    assert b"\\u2603" in result.stdout
+
+
+def test_the_commands_load_neither_torch_nor_ray_nor_what_they_do_not_need(whole_run: Path) -> None:
+    program = (
+        "import sys; sys.argv[:1] = ['rl-session', 'audit']\n"
+        "from rl_session.cli import main\n"
+        "try: main()\n"
+        "finally: print(*sorted({'torch', 'ray', 'numpy', 'structlog', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, "summary", str(whole_run)], capture_output=True, text=True, check=True
+    )
+    assert result.stderr.strip() == ""
