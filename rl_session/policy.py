@@ -23,6 +23,7 @@ from rl_session.driver.handles import (
     ValueCalls,
     ValueTrainingCalls,
 )
+from rl_session.driver.journal import changes
 from rl_session.errors import ConfigError, UsageError
 from rl_session.lifecycle import Component, Mode, Placement
 from rl_session.offload.device import Device
@@ -189,9 +190,7 @@ class TrainableModel:
             FaultedError: It failed half-way and could not be undone.
         """
         gate = "train(eval_mode=True)" if eval_mode else "train"
-        result: dict[str, Any] = self._control.call(
-            "train", batch, loss_fn, gbs, mbs, eval_mode, gate=gate, needs_owner=not eval_mode
-        )
+        result: dict[str, Any] = self._control.call("train", batch, loss_fn, gbs, mbs, eval_mode, gate=gate)
         return result
 
     def begin_step(self, global_valid_seqs: float | None = None, global_valid_tokens: float | None = None) -> Step:
@@ -213,7 +212,7 @@ class TrainableModel:
                 global_valid_seqs,
                 global_valid_tokens,
                 needs_owner=True,
-                then=lambda result: events.StepOpened(changed=Control.changes(result.changed)),
+                then=lambda result: events.StepOpened(changed=changes(result.changed)),
             )
             self._control.step = step
         return step
@@ -340,6 +339,7 @@ class Policy(TrainableModel):
             Mode.GENERATION,
             "generation_mode()",
             acquire_timeout=acquire_timeout,
+            engine=engine.name,
         )
         return scope
 

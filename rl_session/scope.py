@@ -22,6 +22,7 @@ from rl_session.driver.callsite import call_site
 from rl_session.driver.control import Control, Frame
 from rl_session.driver.handles import Handle
 from rl_session.driver.interrupts import DeferredInterrupt
+from rl_session.driver.journal import changes
 from rl_session.driver.ownership import Token
 from rl_session.errors import OwnershipError, RLSessionError, ScopeReuseError, StepClosedError
 from rl_session.lifecycle import MODE_TABLE, Mode
@@ -48,13 +49,21 @@ class Scope(Generic[H_co]):
     """
 
     def __init__(
-        self, control: Control, target: Any, mode: Mode, spelling: str, *, acquire_timeout: float | None = None
+        self,
+        control: Control,
+        target: Any,
+        mode: Mode,
+        spelling: str,
+        *,
+        acquire_timeout: float | None = None,
+        engine: str = "",
     ) -> None:
         self._control = control
         self._target = target
         self._mode = mode
         self._spelling = spelling
         self._timeout = acquire_timeout
+        self._engine = engine
         self._token: Token | None = None
         self._frame: Frame | None = None
         self._state = "not entered"
@@ -97,7 +106,7 @@ class Scope(Generic[H_co]):
         return site
 
     def _enter(self, site: str) -> Frame:
-        self._frame = self._control.enter(self, self._mode, self._spelling, site)
+        self._frame = self._control.enter(self, self._mode, self._spelling, site, engine=self._engine)
         self._state = "active"
         return self._frame
 
@@ -302,7 +311,7 @@ class Step:
             "abort",
             gate="",
             needs_owner=True,
-            then=lambda result: events.StepAborted(changed=Control.changes(result.changed), reason=reason),
+            then=lambda result: events.StepAborted(changed=changes(result.changed), reason=reason),
         )
         self._state = "aborted"
         self._control.end_step()
@@ -329,7 +338,7 @@ class Step:
 def _committed(result: CallResult) -> events.Event:
     value = cast("dict[str, Any]", result.value)
     return events.StepCommitted(
-        changed=Control.changes(result.changed),
+        changed=changes(result.changed),
         loss=float(value["loss"].sum()),
         grad_norm=float(value["grad_norm"].max()),
     )

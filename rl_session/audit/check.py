@@ -34,7 +34,9 @@ class _Shape:
     def __init__(self, kinds: dict[str, frozenset[type]]) -> None:
         self._kinds = kinds
         self._modes = tuple(name for name in kinds if name in _MODE_FIELDS)
-        self._values: Callable[[_Dict], Any] = itemgetter(*kinds) if len(kinds) > 1 else lambda r: (r[next(iter(kinds))],)
+        self._values: Callable[[_Dict], Any] = (
+            itemgetter(*kinds) if len(kinds) > 1 else lambda r: (r[next(iter(kinds))],)
+        )
         # Combinations of types that were found to be right: a set look-up instead of a loop.
         self._right: set[tuple[type, ...]] = set()
 
@@ -162,7 +164,7 @@ class _Source:
     mono_ns: int = 0
     session: _Dict | None = None
     closed: _Dict | None = None
-    engines: dict[str, _Dict] = attrs.field(factory=dict)
+    engines: dict[tuple[str, int | None], _Dict] = attrs.field(factory=dict)
 
 
 @attrs.define
@@ -391,7 +393,8 @@ class _Checker:
         elif record["source"].startswith("rank:") and record["transition_id"] is not None:
             self._moves[key] = _Moves()
             self._moves[key].add(record)
-        else:
+        elif record["transition_id"] is not None or record["from_tier"] != "none":
+            # Without a transition, bytes are only made: the copy of a reference, at attach.
             self._say("moved_outside", f"{record['component']} moved outside an open transition")
 
     def _call_finished(self, record: _Dict) -> None:
@@ -406,10 +409,10 @@ class _Checker:
         self._lost.add(f"rank:{record['rank']}")
 
     def _engine_woken(self, record: _Dict) -> None:
-        self._sources[record["source"]].engines[record["engine"]] = record
+        self._sources[record["source"]].engines[record["engine"], record["scope_id"]] = record
 
     def _engine_slept(self, record: _Dict) -> None:
-        self._sources[record["source"]].engines.pop(record["engine"], None)
+        self._sources[record["source"]].engines.pop((record["engine"], record["scope_id"]), None)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -429,7 +432,10 @@ class _Checker:
         is_closed = any(s.closed is not None and s.closed["error"] is None for s in self._sources.values())
         for left in self._left_open():
             if is_closed:
-                self._say("not_ended", f"{left.kind} {left.name} of {left.policy or left.source} has no end in a closed session")
+                self._say(
+                    "not_ended",
+                    f"{left.kind} {left.name} of {left.policy or left.source} has no end in a closed session",
+                )
             else:
                 unfinished.append(left)
         unfinished.sort(key=lambda left: (left.source or "", -1 if left.seq is None else left.seq))
@@ -449,9 +455,7 @@ class _Checker:
     def _left_open(self) -> list[Unfinished]:
         """What has no end. A session that was closed by an error counts as ended; its policies may not have."""
         left = [_left("session", "session", s.session) for s in self._sources.values() if s.session and not s.closed]
-        left += [
-            _left("engine", name, woken) for s in self._sources.values() for name, woken in s.engines.items()
-        ]
+        left += [_left("engine", name, woken) for s in self._sources.values() for (name, _), woken in s.engines.items()]
         for state in self._replay.state.policies.values():
             if state.health != "closed":
                 left += _of_policy(state)

@@ -6,19 +6,19 @@ bytes only on request. Sequences are compared source by source, since how source
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rl_session.audit.nodes import real, whole, words
+from rl_session.audit.nodes import words
 from rl_session.audit.summary import Summary, Total, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _NUM_CONTEXT = 3
+_NO_STEP = -(2**63)
 #: Fields that belong to the shape of a record, beside its event, policy and step.
 _SHAPE = ("mode", "outer_mode", "from_mode", "to_mode", "method", "component", "from_tier", "to_tier", "elided", "code")
 
@@ -118,67 +118,75 @@ def _bytes(summary: Summary, key: tuple[str, str, str]) -> tuple[int, int]:
     return total.bytes_moved, total.bytes_elided
 
 
+class _Sequence:
+    """One source's records: a number for the shape of each, its step, and where it was. A million take 32 megabytes."""
+
+    def __init__(self) -> None:
+        self.shapes: array[int] = array("q")
+        self.steps: array[int] = array("q")
+        self.seqs: array[int] = array("q")
+        self.times: array[float] = array("d")
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
 class _Sequences:
-    """The shapes of a run's records by source, as numbers: a million of them take a few megabytes."""
+    """The sequences of a run by source."""
 
     def __init__(self, shapes: dict[tuple[Any, ...], int]) -> None:
         self._shapes = shapes
         self.events: dict[str, int] = {}
-        self.by_source: dict[str, array[int]] = {}
-        self.seqs: dict[str, array[int]] = {}
-        self.times: dict[str, array[float]] = {}
+        self.by_source: dict[str, _Sequence] = {}
 
     def watch(self, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Hand the records on."""
         start = None
         for record in records:
             start = record["time_ns"] if start is None else start
-            source = record["source"]
             self.events[record["event"]] = self.events.get(record["event"], 0) + 1
-            if source not in self.by_source:
-                self.by_source[source], self.seqs[source] = array("L"), array("Q")
-                self.times[source] = array("d")
-            self.by_source[source].append(self._shapes.setdefault(_shape(record), len(self._shapes)))
-            self.seqs[source].append(max(0, whole(record["seq"])))
-            self.times[source].append(real(record["time_ns"] - start) / 1e9)
+            sequence = self.by_source.get(record["source"])
+            if sequence is None:
+                sequence = self.by_source[record["source"]] = _Sequence()
+            step = record.get("step")
+            sequence.shapes.append(self._shapes.setdefault(_shape(record), len(self._shapes)))
+            sequence.steps.append(_NO_STEP if step is None else step)
+            sequence.seqs.append(record["seq"])
+            sequence.times.append((record["time_ns"] - start) / 1e9)
             yield record
 
 
 def _shape(record: dict[str, Any]) -> tuple[Any, ...]:
     fields = ((key, record[key]) for key in _SHAPE if key in record)
-    is_failed = bool(record.get("error"))
     return (
         record["event"],
         record.get("policy"),
-        record.get("step"),
-        is_failed,
+        bool(record.get("error")),
         *((key, value if isinstance(value, (str, bool)) else words(value)) for key, value in fields),
     )
 
 
 def _part(a: _Sequences, b: _Sequences, shapes: list[tuple[Any, ...]]) -> Parting | None:
-    """Find the earliest point, by the time of the first run that gets there, at which a source's sequences part."""
+    """Find the earliest point, by the time of the run that gets there first, at which a source's sequences part."""
     found: list[tuple[float, Parting]] = []
-    nothing: array[int] = array("L")
     for source in dict.fromkeys((*a.by_source, *b.by_source)):
-        left, right = a.by_source.get(source, nothing), b.by_source.get(source, nothing)
-        if left == right:
+        left, right = a.by_source.get(source, _Sequence()), b.by_source.get(source, _Sequence())
+        if left.shapes == right.shapes and left.steps == right.steps:
             continue
-        pairs = enumerate(itertools.zip_longest(left, right))
-        index = next(number for number, (one, other) in pairs if one != other)
-        times = [run.times[source][index] for run in (a, b) if index < len(run.times.get(source, ()))]
-        found.append((min(times), _parting(source, index, a, b, shapes)))
+        pairs = zip(
+            zip(left.shapes, left.steps, strict=True), zip(right.shapes, right.steps, strict=True), strict=False
+        )
+        shorter = min(len(left), len(right))
+        index = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter)
+        at = min(run.times[index] for run in (left, right) if index < len(run))
+        found.append((at, _parting(source, index, left, right, shapes)))
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _parting(source: str, index: int, a: _Sequences, b: _Sequences, shapes: list[tuple[Any, ...]]) -> Parting:
-    def tell(run: _Sequences, start: int, stop: int) -> list[str]:
-        numbers = run.by_source.get(source)
-        return [] if numbers is None else [_words(shapes[number]) for number in numbers[start:stop]]
-
-    def seq(run: _Sequences) -> int | None:
-        numbers = run.seqs.get(source)
-        return numbers[index] if numbers is not None and index < len(numbers) else None
+def _parting(source: str, index: int, a: _Sequence, b: _Sequence, shapes: list[tuple[Any, ...]]) -> Parting:
+    def tell(run: _Sequence, start: int, stop: int) -> list[str]:
+        pairs = zip(run.shapes[start:stop], run.steps[start:stop], strict=True)
+        return [_words(shapes[number], step) for number, step in pairs]
 
     return Parting(
         source=source,
@@ -186,17 +194,17 @@ def _parting(source: str, index: int, a: _Sequences, b: _Sequences, shapes: list
         before=tell(a, max(0, index - _NUM_CONTEXT), index),
         a=tell(a, index, index + _NUM_CONTEXT),
         b=tell(b, index, index + _NUM_CONTEXT),
-        seq_a=seq(a),
-        seq_b=seq(b),
+        seq_a=a.seqs[index] if index < len(a) else None,
+        seq_b=b.seqs[index] if index < len(b) else None,
     )
 
 
-def _words(shape: tuple[Any, ...]) -> str:
-    event, policy, step, is_failed, *fields = shape
+def _words(shape: tuple[Any, ...], step: int) -> str:
+    event, policy, is_failed, *fields = shape
     parts = [event]
     if policy is not None:
         parts.append(f"of {policy}")
-    if step is not None:
+    if step != _NO_STEP:
         parts.append(f"in step {step}")
     parts += [f"{key}={value}" for key, value in fields]
     return " ".join([*parts, "FAILED"] if is_failed else parts)

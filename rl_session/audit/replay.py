@@ -387,7 +387,9 @@ class Replay:
             self._say("depth", f"scope {record['scope_id']}: depth {depth}, but {len(policy.scopes)} are open")
         # A scope may have been entered by a transition, from the outer mode; else the outer mode is in effect.
         if policy.scopes and outer != policy.scopes[-1].mode:
-            self._say("outer_mode", f"scope {record['scope_id']}: outer_mode {outer!r} is not {policy.scopes[-1].mode!r}")
+            self._say(
+                "outer_mode", f"scope {record['scope_id']}: outer_mode {outer!r} is not {policy.scopes[-1].mode!r}"
+            )
         if policy.mode != mode:
             self._say("mode", f"scope {record['scope_id']}: entered in {mode!r}, but {policy.mode!r} is in effect")
             policy.mode = mode
@@ -555,6 +557,8 @@ class Replay:
         policy.reference_in = is_in
         policy.open_call = OpenCall("get_reference_policy_logprobs", record["source"], record["seq"], record["time_ns"])
         tiers = policy.components.get("reference")
+        if record["kind"] == "copy" and not tiers:
+            self._say("reference", f"policy {policy.name!r}: a reference was swapped {record['direction']}, and there is none")
         if tiers and record["kind"] == "module":
             nbytes = sum(tiers.values())
             policy.components["reference"] = {"device" if is_in else "host": nbytes}

@@ -55,13 +55,16 @@ _Output = Annotated[
 def show(
     run: _Run,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="Only this policy; * matches. May be given again.")
+        list[str] | None,
+        typer.Option("--policy", "-p", metavar="NAME", help="Only this policy; * matches. May be given again."),
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Only what this rank wrote.", min=0)] = None,
+    rank: Annotated[int | None, typer.Option(metavar="K", help="Only what this rank wrote.", min=0)] = None,
     step: Annotated[str | None, typer.Option("--step", "-s", metavar="N|N-M", help="Only these steps.")] = None,
     event: Annotated[
         list[str] | None,
-        typer.Option("--event", "-e", help="Only these events, such as 'transition.*'. May be given again."),
+        typer.Option(
+            "--event", "-e", metavar="NAME", help="Only these events, such as 'transition.*'. May be given again."
+        ),
     ] = None,
     since: Annotated[
         str | None, typer.Option(metavar="TIME", help="From here: seconds since the start, or a date and time.")
@@ -99,10 +102,15 @@ def show(
 )
 def summary(
     run: _Run,
-    step: Annotated[int | None, typer.Option("--step", "-s", help="Only this step: where did its time go?")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", "-s", metavar="N", help="Only this step: where did its time go?")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Sum up a run: time and bytes per policy and mode, slowest transitions, trouble, and who holds the memory."""
+    """Sum up a run, or one step of it.
+
+    Time and bytes per policy and mode, the slowest transitions, trouble, and who holds the memory at the end.
+    """
     from rl_session.audit.summary import summarize
 
     with _reading(run) as reader:
@@ -164,9 +172,10 @@ def diff(
     with_bytes: Annotated[bool, typer.Option("--bytes", help="Also fail where other numbers of bytes moved.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Compare two runs: counts, transitions, bytes and seconds, and the first point where they part.
+    """Compare two runs, and show where they part.
 
-    Time is shown and never counts as a difference: it is the machine's.
+    Counts, transitions, bytes and seconds, and the first record that differs. Time is shown and never counts as a
+    difference: it is the machine's.
 
     Exit status: 0 both did the same in the same order, 1 they did not, 2 one is not an audit log.
     """
@@ -191,9 +200,10 @@ def diff(
     )
 )
 def timeline(run: _Run, output: _Output = None, as_json: _Json = False) -> None:
-    """Draw a run as one HTML page: scopes, moves and calls in lanes, the memory below them.
+    """Draw a run as one HTML page.
 
-    The page needs no network and can be mailed. --json writes what is drawn instead.
+    Scopes, moves and calls in lanes, the memory below them. The page needs no network and can be mailed. --json
+    writes what is drawn instead.
     """
     from rl_session.audit.timeline import render_page, timeline_data
 
@@ -215,7 +225,10 @@ def timeline(run: _Run, output: _Output = None, as_json: _Json = False) -> None:
     )
 )
 def trace(run: _Run, output: _Output = None) -> None:
-    """Write a run in the Chrome trace format, for https://ui.perfetto.dev."""
+    """Write a run as a Chrome trace.
+
+    For https://ui.perfetto.dev: processes are policies, arrows lead from transitions to the moves on each rank.
+    """
     from rl_session.audit.trace import trace_chunks
 
     with _reading(run) as reader:

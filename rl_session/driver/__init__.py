@@ -5,6 +5,7 @@
     interrupts  Ctrl-C waits until a transition has ended
     callsite    where in the user's code a scope was opened
     control     modes, the stack of scopes, transitions, calls
+    journal     how transitions, calls and warnings become events
     handles     the calls legal in each mode, as protocols and as objects
 
 Knows nothing of how bytes move: it asks a worker group and reads replies.

@@ -18,6 +18,7 @@ import attrs
 
 from rl_session.audit import events
 from rl_session.driver.interrupts import DeferredInterrupt
+from rl_session.driver.journal import Journal
 from rl_session.driver.ownership import Ownership, Token
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import (
@@ -72,6 +73,7 @@ class Frame:
         call_site: Where it was entered.
         holder: The user's scope object, weakly: when it is gone, the scope is an orphan.
         moved: Whether entry was a transition (it is not when the mode was in effect already).
+        engine: The name of the engine that the scope woke, if it woke one.
         undo: Restores what entry set for the user's own forwards, if anything.
         entered_at: ``time.perf_counter()`` at entry.
     """
@@ -84,6 +86,7 @@ class Frame:
     call_site: str
     holder: weakref.ref[Any]
     moved: bool
+    engine: str = ""
     undo: Callable[[], None] | None = None
     entered_at: float = attrs.field(factory=time.perf_counter)
 
@@ -128,17 +131,11 @@ class Control:
         self._explicit: Placement | None = None
         self._pending_release = False
         self._calls = 0
-        self._is_moving = False
-        self._record = run.recorder(name)
-        self._record(
-            events.PolicyCreated(
-                mode=first.mode.value,
-                placement=first.placement.as_text(),
-                nbytes=dict(first.nbytes),
-                num_ranks=group.num_ranks,
-            )
-        )
-        self._warn(first.notices)
+        self._moving = ""
+        """The reason of the transition that is running, if one is."""
+        self.journal = Journal(name, run)
+        self._record = self.journal.write
+        self.journal.created(first, group.num_ranks)
 
     # -- saying what is ------------------------------------------------------------------------------------------
 
@@ -146,6 +143,8 @@ class Control:
         """The label of the policy, and the facts that every message gives."""
         scopes = " > ".join(frame.describe() for frame in self.frames) or "none"
         facts = [f"mode: {self.mode}, open scopes: {scopes}", f"last moved by: {self.last_move}"]
+        if self._moving:
+            facts.append(f"attempted: {self._moving}")
         if self.step is not None:
             facts.append(f"open step: {self.step!r}")
         return self.label, tuple(facts)
@@ -172,10 +171,10 @@ class Control:
             raise FaultedError(
                 f"{self.label}: {attempted} on a faulted policy",
                 (f"since: {self.fault.attempted}", *self.fault.facts),
-                "policy.recover()  # or policy.load_checkpoint(path)",
+                self.fault.remedy,
                 self.fault.cause,
             )
-        if self._is_moving:
+        if self._moving:
             raise ScopeError(
                 f"{self.label}: {attempted} while a transition is running",
                 self.explain()[1],
@@ -210,15 +209,6 @@ class Control:
         with self.lock, DeferredInterrupt():
             yield
 
-    def _warn(self, notices: Any, transition_id: int | None = None) -> None:
-        for notice in notices:
-            self._record(
-                events.WarningIssued(
-                    code=notice.code, message=notice.message, nbytes=notice.nbytes, count=notice.count
-                ),
-                transition_id=transition_id,
-            )
-
     # -- scopes --------------------------------------------------------------------------------------------------
 
     def acquire(self, spelling: str, call_site: str, timeout: float | None = None) -> Token:
@@ -236,7 +226,9 @@ class Control:
         if not self.frames:
             self.ownership.release(token)
 
-    def enter(self, holder: Any, mode: Mode, spelling: str, call_site: str, *, via: str = "scope") -> Frame:
+    def enter(
+        self, holder: Any, mode: Mode, spelling: str, call_site: str, *, via: str = "scope", engine: str = ""
+    ) -> Frame:
         """Open a scope; the caller is the owner.
 
         Raises:
@@ -258,6 +250,9 @@ class Control:
                 ),
                 scope_id=frame.scope_id,
             )
+            if engine and frame.moved:  # in the mode in effect the engine is awake already
+                frame.engine = engine
+                self._record(events.EngineWoken(engine=engine, tags=["weights"]), scope_id=frame.scope_id)
             return frame
 
     def _check_nesting(self, mode: Mode, spelling: str, call_site: str) -> None:
@@ -332,6 +327,8 @@ class Control:
     def _close_frame(self, frame: Frame, error: str | None) -> None:
         """Take a frame off the stack and go to the mode outside it; the frame is gone whatever happens."""
         self.frames.remove(frame)
+        if frame.engine:
+            self._record(events.EngineSlept(engine=frame.engine), scope_id=frame.scope_id)
         if frame.undo is not None:
             frame.undo()
             frame.undo = None
@@ -436,72 +433,25 @@ class Control:
         request = TransitionRequest(
             mode=mode, flags=flags or self.flags, stored=stored, explicit=explicit, leaves_library=rests
         )
-        self._is_moving = True
+        self._moving = reason
         try:
             answers = self._values(self.group.call("transition", request), reason)
         except BaseException as error:
-            self._record_failure(error, from_mode, mode, number, scope_id)
+            self.journal.failed(error, from_mode, mode, number, scope_id)
             raise
         finally:
-            self._is_moving = False
+            self._moving = ""
         reply = answers[0]
         assert isinstance(reply, TransitionReply)
         self.mode = mode
         self._pending_release = False
         if reply.moved:
             self.last_move = f"{reason} (transition {number})"
-        self._record_success(reply, from_mode, mode, number, scope_id, time.perf_counter() - start)
+        self.journal.committed(reply, from_mode, mode, number, scope_id, time.perf_counter() - start)
+        if reply.live_dropped and self.step is not None:
+            self.end_step()
+            self._record(events.StepAborted(reason="its gradients were discarded by a transition"))
         return reply
-
-    def _record_success(
-        self, reply: TransitionReply, from_mode: Mode, mode: Mode, number: int, scope_id: int | None, seconds: float
-    ) -> None:
-        for moved, spent in zip(reply.moved, reply.seconds, strict=True):
-            self._record(
-                events.ComponentMoved(
-                    component=str(moved.component),
-                    from_tier=moved.from_tier.value,
-                    to_tier=moved.to_tier.value,
-                    nbytes=moved.nbytes,
-                    seconds=spent,
-                    elided=moved.elided,
-                ),
-                scope_id=scope_id,
-                transition_id=number,
-            )
-        if reply.dropped_bytes:
-            why = "live, discarded" if reply.live_dropped else "consumed by an optimizer step"
-            self._record(
-                events.GradientsDropped(nbytes=reply.dropped_bytes, reason=why), scope_id=scope_id, transition_id=number
-            )
-            if reply.live_dropped and self.step is not None:
-                self.end_step()
-                self._record(events.StepAborted(reason="its gradients were discarded by a transition"))
-        self._warn(reply.notices, number)
-        self._record(
-            events.TransitionCommitted(
-                from_mode=from_mode.value,
-                to_mode=mode.value,
-                seconds=seconds,
-                bytes_moved=sum(m.nbytes for m in reply.moved if not m.elided),
-                bytes_elided=sum(m.nbytes for m in reply.moved if m.elided),
-                num_moves=len(reply.moved),
-                device_bytes=reply.device_bytes,
-                host_bytes=reply.host_bytes,
-            ),
-            scope_id=scope_id,
-            transition_id=number,
-        )
-
-    def _record_failure(
-        self, error: BaseException, from_mode: Mode, mode: Mode, number: int, scope_id: int | None
-    ) -> None:
-        kind = events.TransitionFailed if isinstance(error, FaultedError) else events.TransitionRolledBack
-        self._record(
-            kind(from_mode=from_mode.value, to_mode=mode.value, error=error_text(error)),
-            scope_id=scope_id,
-            transition_id=number,
-        )
 
     def _values(self, replies: list[Reply], attempted: str) -> list[Any]:
         """The answers of all ranks, or the first error; a fault is remembered."""
@@ -564,13 +514,13 @@ class Control:
                 results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
             except BaseException as error:
                 changed = getattr(error, "rl_changed", ())
-                self._record_notes(getattr(error, "rl_notes", ()))
-                self._record_call(method, mode, start, error_text(error), changed)
+                self.journal.notes(getattr(error, "rl_notes", ()))
+                self.journal.called(method, mode, start, error_text(error), changed)
                 raise
             result = results[0]
             assert isinstance(result, CallResult)
-            self._record_notes(result.notes)
-            self._record_call(method, mode, start, None, result.changed)
+            self.journal.notes(result.notes)
+            self.journal.called(method, mode, start, None, result.changed)
             if then is not None:
                 self._record(then(result))
             return result.value
@@ -582,7 +532,7 @@ class Control:
             self.ready(f"{method}()")
             mode, start = self.mode, time.perf_counter()
             value = self._values(self.group.call(method, *args), f"{method}()")[0]
-            self._record_call(method, mode, start, None, ())
+            self.journal.called(method, mode, start, None, ())
             return value
 
     @contextmanager
@@ -620,32 +570,18 @@ class Control:
             return f"is not legal in {self.mode} mode"
         return f"needs {', '.join(need.name for need in away)} on the device, but they are on the host"
 
-    def _record_notes(self, notes: Any) -> None:
-        for name, fields in notes:
-            self._record(events.EVENTS[name](**fields))
-
-    def _record_call(self, method: str, mode: Mode, start: float, error: str | None, changed: Any) -> None:
-        self._record(
-            events.CallFinished(
-                method=method,
-                mode=mode.value,
-                seconds=time.perf_counter() - start,
-                error=error,
-                changed=self.changes(changed),
-            )
-        )
-
-    @staticmethod
-    def changes(changed: Any) -> list[events.Change]:
-        """Changed components as the log writes them."""
-        return [events.Change(str(c.component), c.tier.value, c.nbytes) for c in changed]
-
     def record(self, event: events.Event) -> None:
         """Write an event of this policy."""
         self._record(event)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Ask rank 0 something that changes nothing and is no compute call (not recorded)."""
+        """Ask rank 0 something that is no compute call (not recorded).
+
+        Raises:
+            ClosedError: The policy was closed.
+        """
+        if self.closed:
+            self.ready(f"{method}")
         with self.lock:
             return self._values(self.group.call(method, *args, **kwargs), f"{method}()")[0]
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from rl_session.errors import DeviceMemoryError, RLSessionError, TransitionError
+from rl_session.errors import DeviceMemoryError, HostMemoryError, RLSessionError, TransitionError
 from rl_session.lifecycle import Component, Placement, Tier
 from rl_session.offload import tensors
 from rl_session.offload.caches import CacheHook, run_cache_hooks
@@ -154,9 +154,11 @@ class Engine:
         self.ledger.look(snapshot.inventory, snapshot.units)  # refreshes what away() answers from
 
     def _reraise(self, error: BaseException, todo: Plan) -> NoReturn:
+        label, facts = self.explain()
+        if isinstance(error, HostMemoryError) and not error.attempted.startswith(label):
+            raise HostMemoryError(f"{label}: {error.attempted}", (*facts, *error.facts), error.remedy) from error
         if isinstance(error, RLSessionError) or not isinstance(error, Exception):
             raise error
-        label, facts = self.explain()
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, torch.OutOfMemoryError):
             needed = f"needed: {todo.nbytes_onload} bytes, after giving back {todo.nbytes_freed}"
@@ -165,7 +167,10 @@ class Engine:
             remedy = "offload another policy first (other.offload()), or offload more of this one (OffloadConfig)"
             raise DeviceMemoryError(f"{label}: no room on the device", (*facts, needed, now), remedy, cause) from error
         raise TransitionError(
-            f"{label}: a transition failed and was rolled back", facts, "remove the cause and try again", cause
+            f"{label}: a transition failed and was rolled back",
+            facts,
+            "the same call again, once the cause is gone",
+            cause,
         ) from error
 
     def _give_back(self) -> list[Notice]:

@@ -29,6 +29,11 @@ __all__ = ["Transaction"]
 _Key = tuple[str, Tier, Tier, bool]
 
 
+_WRITE_WHERE_ALLOWED = "with policy.training_mode(): ...  # write weights there; the next attempt copies this storage"
+_COPY_AGAIN = "the same call again: the bytes are still on the device"
+_LOAD = "policy.load_checkpoint(path)  # the host copy was damaged"
+
+
 class Transaction:
     """What has been done so far of a plan, in a form that can be undone.
 
@@ -146,15 +151,15 @@ class Transaction:
             if expected is not None and found != expected:
                 unit.host_valid = False
                 what = "changed in a mode that must not write it" if move.elided else "was not copied faithfully"
-                self._integrity_error(unit, what)
+                self._integrity_error(unit, what, _WRITE_WHERE_ALLOWED if move.elided else _COPY_AGAIN)
             unit.checksum = found
 
-    def _integrity_error(self, unit: Unit, what: str) -> NoReturn:
+    def _integrity_error(self, unit: Unit, what: str, remedy: str) -> NoReturn:
         label, facts = self.ledger.explain()
         raise IntegrityError(
             f"{label}: {unit.name} ({unit.nbytes} bytes) {what}",
             facts,
-            "change weights in training_mode() or through the optimizer; the next attempt copies this storage",
+            remedy,
         )
 
     # -- nowhere -------------------------------------------------------------------------------------------------
@@ -228,7 +233,7 @@ class Transaction:
             if unit.tier is Tier.NONE:
                 tensors.byte_alias(storage).zero_()
             elif self.verify and unit.checksum is not None and self.device.checksum(storage) != unit.checksum:
-                self._integrity_error(unit, "came back with other bytes than it left with")
+                self._integrity_error(unit, "came back with other bytes than it left with", _LOAD)
 
     def _collect_if_short(self, nbytes: int) -> None:
         """Look for garbage that holds device memory when there is not room for ``nbytes`` more."""

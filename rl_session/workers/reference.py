@@ -37,9 +37,15 @@ class Swap:
 
 
 class Reference(Protocol):
-    """Makes the reference model the one that a forward sees."""
+    """Makes the reference model the one that a forward sees.
+
+    Attributes:
+        kind: Which of the three.
+        seconds: Wall time of making it.
+    """
 
     kind: str
+    seconds: float
 
     def active(self, *, stays_valid: bool, swaps: list[Swap]) -> Any:
         """A context manager that yields the module to call; what it copied is appended to ``swaps``."""
@@ -62,7 +68,9 @@ class CopyReference:
     def __init__(self, engine: Engine, module: nn.Module) -> None:
         self._engine = engine
         self._module = module
+        start = time.perf_counter()
         self._copy: dict[str, HostBuffer] = capture(engine, _SWAPPED)
+        self.seconds = time.perf_counter() - start
 
     @contextmanager
     def active(self, *, stays_valid: bool, swaps: list[Swap]) -> Iterator[nn.Module]:
@@ -94,6 +102,7 @@ class ModuleReference:
     """A module of its own; on the device only while it is called."""
 
     kind = "module"
+    seconds = 0.0
 
     def __init__(self, engine: Engine, module: nn.Module) -> None:
         self._engine = engine
@@ -130,6 +139,7 @@ class AdapterOffReference:
     """The same module with its adapters switched off: no bytes at all."""
 
     kind = "adapter-off"
+    seconds = 0.0
 
     def __init__(self, module: nn.Module, label: str) -> None:
         disable = getattr(module, "disable_adapter", None)

@@ -5,6 +5,8 @@ Knows nothing of who asks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from rl_session.errors import RLSessionError
@@ -111,6 +113,8 @@ class Description:
     placement: Placement
     nbytes: dict[str, int]
     notices: tuple[Notice, ...]
+    moved: tuple[dict[str, Any], ...] = ()
+    """Fields of ``component.moved`` records: what attaching itself copied (a reference kept on the host)."""
 
 
 def error_of(reply: Failed) -> BaseException:

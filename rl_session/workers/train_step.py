@@ -384,9 +384,7 @@ def _global_batches(batch: Batch, gbs: int | None, mbs: int | None, call: str) -
         raise BatchError(f"{call}: the batch cannot be cut into global batches", facts, _divisor("gbs", num, each))
     if mbs is not None and each % positive("mbs", mbs):
         facts = (f"gbs is {each}, mbs is {mbs}: {each % mbs} would be left over",)
-        raise BatchError(
-            f"{call}: a global batch cannot be cut into micro-batches", facts, _divisor("mbs", each, mbs)
-        )
+        raise BatchError(f"{call}: a global batch cannot be cut into micro-batches", facts, _divisor("mbs", each, mbs))
     return [slice_batch(batch, start, start + each) for start in range(0, num, each)]
 
 

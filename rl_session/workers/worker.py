@@ -114,10 +114,20 @@ class Worker:
         first, self._first = self._first, None  # type: ignore[assignment]
         self._mode = Mode.RESIDENT if first.placement[Component.PARAMS] is Tier.DEVICE else Mode.OFFLOADED
         notices = self._uncovered(first)
-        nbytes = {name: sum(tiers.values()) for name, tiers in self.engine.nbytes.items()}
-        if self._reference is not None:
-            nbytes[Component.REFERENCE] += self._reference.nbytes()
-        return Description(mode=self._mode, placement=self.placement(), nbytes=nbytes, notices=tuple(notices))
+        return Description(
+            mode=self._mode,
+            placement=first.placement,
+            nbytes={name: sum(tiers.values()) for name, tiers in first.nbytes.items()},
+            notices=tuple(notices),
+            moved=self._captured(),
+        )
+
+    def _captured(self) -> tuple[dict[str, Any], ...]:
+        """What making the reference copied, as the fields of a record."""
+        if self._reference is None or not self._reference.nbytes():
+            return ()
+        move = {"component": Component.REFERENCE.value, "from_tier": Tier.NONE.value, "to_tier": Tier.HOST.value}
+        return ({**move, "nbytes": self._reference.nbytes(), "seconds": self._reference.seconds},)
 
     def _uncovered(self, snapshot: Snapshot) -> list[Notice]:
         uncovered = snapshot.inventory.uncovered
@@ -270,7 +280,7 @@ class Worker:
 
     def get_logprobs(self, batch: Any, temperature: float | None = None, mbs: int | None = None) -> CallResult:
         """Log-probabilities of the tokens under the live weights."""
-        checked = check_batch(batch, "get_logprobs()")
+        checked = check_batch(batch, self.forward.named("get_logprobs()"))
         return CallResult(compute.get_logprobs(self.forward, checked, temperature=temperature, mbs=mbs))
 
     def get_reference_policy_logprobs(
@@ -281,7 +291,7 @@ class Worker:
         Raises:
             UnsupportedError: The policy has no reference.
         """
-        checked = check_batch(batch, "get_reference_policy_logprobs()")
+        checked = check_batch(batch, self.forward.named("get_reference_policy_logprobs()"))
         if self._reference is None:
             label, facts = self.engine.explain()
             raise UnsupportedError(
@@ -300,20 +310,20 @@ class Worker:
 
     def get_topk_logits(self, batch: Any, k: int, mbs: int | None = None) -> CallResult:
         """The k largest next-token logits."""
-        checked = check_batch(batch, "get_topk_logits()")
+        checked = check_batch(batch, self.forward.named("get_topk_logits()"))
         return CallResult(compute.get_topk_logits(self.forward, checked, k, mbs=mbs))
 
     def score(self, batch: Any) -> CallResult:
         """One score a sequence."""
-        return CallResult(compute.score(self.forward, check_batch(batch, "score()")))
+        return CallResult(compute.score(self.forward, check_batch(batch, self.forward.named("score()"))))
 
     def get_values(self, batch: Any) -> CallResult:
         """One value a token."""
-        return CallResult(compute.get_values(self.forward, check_batch(batch, "get_values()")))
+        return CallResult(compute.get_values(self.forward, check_batch(batch, self.forward.named("get_values()"))))
 
     def generate(self, batch: Any, params: SamplingParams, stream: int) -> CallResult:
         """Continue prompts with the live weights; ``stream`` numbers the calls of one seeded engine."""
-        there = to_device(check_batch(batch, "generate()"), self.engine.device.torch_device)
+        there = to_device(check_batch(batch, self.forward.named("generate()")), self.engine.device.torch_device)
         return CallResult(sample(self.spec.model, there, params, forward_fn=self.spec.forward_fn, stream=stream))
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -326,7 +336,7 @@ class Worker:
             OptimizerStepError: ``optimizer.step()`` failed and was undone.
             FaultedError: It failed and could not be undone.
         """
-        checked = check_batch(batch, "train()")
+        checked = check_batch(batch, self.forward.named("train()"))
         if eval_mode:
             return CallResult(evaluate(self.forward, checked, loss_fn, gbs=gbs, mbs=mbs))
         optimizer = self._need_optimizer("train()")
@@ -453,14 +463,14 @@ class Worker:
                 raise OptimizerStepError(
                     f"{label}: optimizer.step() failed half-way",
                     (*facts, "parameters and optimizer state were restored from the host copies made before the step"),
-                    "remove the cause and call it again",
+                    "the same call again, once the cause is gone",
                     text,
                 ) from cause
         self._is_torn = True
         raise FaultedError(
             f"{label}: optimizer.step() failed half-way, and there is no host copy to restore from",
             (*facts, "parameters and optimizer state may be part old, part new"),
-            "policy.load_checkpoint(path), or policy.recover()",
+            "policy.load_checkpoint(path)  # or policy.recover(), where a checkpoint was saved or loaded before",
             text,
         ) from cause
 
@@ -494,7 +504,7 @@ class Worker:
     def forward_backward(self, chunk: Any, loss_fn: Any, mbs: int | None) -> CallResult:
         """Add the gradients of a chunk to the open step."""
         step = self._open_step("forward_backward()")
-        checked = check_batch(chunk, "forward_backward()")
+        checked = check_batch(chunk, self.forward.named("forward_backward()"))
         with self._accounted() as changed:
             try:
                 step.forward_backward(checked, loss_fn, mbs)

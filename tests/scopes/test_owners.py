@@ -68,7 +68,6 @@ def test_a_second_thread_is_refused_at_once_and_told_who_has_it(make: Callable[.
             lambda: rig.policy.logprob_mode().__enter__(),
             lambda: rig.policy.switch("resident"),
             rig.policy.begin_step,
-            rig.train,
         ):
             with pytest.raises(rs.OwnershipError) as caught:
                 in_thread(act).result(LIMIT)
@@ -78,6 +77,7 @@ def test_a_second_thread_is_refused_at_once_and_told_who_has_it(make: Callable[.
             assert "acquire_timeout" in caught.value.remedy
         assert rig.state()[:-3] == inside
         rig.train()
+        in_thread(rig.train).result(LIMIT)  # a compute call, train included, is served from any thread
 
 
 def test_a_second_thread_is_refused_while_a_move_is_under_way(make: Callable[..., Any]) -> None:
@@ -258,7 +258,7 @@ def test_of_two_tasks_one_is_refused_by_name_or_waits(make: Callable[..., Any]) 
             async with rig.policy.logprob_mode():
                 pytest.fail("entered")
         with pytest.raises(rs.OwnershipError, match="owner: task 'the trainer'"):
-            rig.train()
+            rig.policy.begin_step()
 
         async def second() -> None:
             async with rig.policy.logprob_mode(acquire_timeout=LIMIT):

@@ -743,7 +743,7 @@ def test_a_value_out_of_range_is_refused_at_construction_with_what_to_write(fiel
 
     assert f"{field}={value!r}" in caught.value.attempted
     assert caught.value.facts
-    assert caught.value.remedy.startswith(f"SamplingParams({field}=")
+    assert caught.value.remedy.startswith(f"InProcessEngine(policy, {field}=")
 
 
 def test_sampling_parameters_are_frozen_and_equal_by_value() -> None:

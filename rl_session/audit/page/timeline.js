@@ -207,19 +207,26 @@
     while (low < high) { const mid = (low + high) >> 1; if (sorted[mid] < value) low = mid + 1; else high = mid; }
     return low;
   };
+  // Pixel by pixel over the whole run: the most on the device, and the share of time spent moving. Depends on the width alone.
+  let whole = { n: 0 };
+  const overviewOf = (n) => {
+    if (whole.n === n) return whole;
+    const peak = new Float64Array(n), moving = new Float64Array(n + 1);
+    if (topDevice) for (let p = 0; p < n; p++) {
+      for (const { memory } of D.lanes) peak[p] += peakDevice(memory, (p / n) * END, ((p + 1) / n) * END);
+    }
+    for (const [a, b] of movingSpans) spread(moving, (a / END) * n, (b / END) * n);
+    whole = { n, peak, moving };
+    return whole;
+  };
   const drawOverview = (g) => {
-    const n = Math.max(1, Math.floor(width - GUTTER - PAD)), peak = new Float64Array(n);
+    const n = Math.max(1, Math.floor(width - GUTTER - PAD)), { peak, moving } = overviewOf(n);
     if (topDevice) {
-      for (let p = 0; p < n; p++) {
-        for (const { memory } of D.lanes) peak[p] += peakDevice(memory, (p / n) * END, ((p + 1) / n) * END);
-      }
       const top = peak.reduce((a, b) => Math.max(a, b), 1);
       g.fillStyle = ink.faint; g.globalAlpha = 0.35;
       for (let p = 0; p < n; p++) { const h = (peak[p] / top) * 24; g.fillRect(GUTTER + p, 32 - h, 1, h); }
       g.globalAlpha = 1;
     }
-    const moving = new Float64Array(n + 1);
-    for (const [a, b] of movingSpans) spread(moving, (a / END) * n, (b / END) * n);
     g.fillStyle = ink.moved;
     for (let p = 0; p < n; p++) if (moving[p] > 0) { g.globalAlpha = 0.3 + 0.7 * Math.min(1, moving[p]); g.fillRect(GUTTER + p, 33, 1, 3); }
     g.globalAlpha = 1;

@@ -26,6 +26,8 @@ import rl_session as rs
 from rl_session.audit import log as audit_log
 from rl_session.testing import EmulatedDevice
 
+write = audit_log.AuditLog.write
+
 class Tiny(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -38,8 +40,7 @@ def loss(logits, batch, seqs, tokens):
 
 BATCH = {"input_ids": torch.arange(20).reshape(4, 5) % 11, "input_lengths": torch.full((4,), 5)}
 
-def work(path, shared):
-    write = audit_log.AuditLog.write
+def work(path, shared, rounds=10**9):
     def counted(self, event, **fields):
         seq = write(self, event, **fields)
         shared[:8] = struct.pack("q", seq + 1)
@@ -49,7 +50,7 @@ def work(path, shared):
     model = Tiny()
     policy = session.attach(model, torch.optim.AdamW(model.parameters()), device=EmulatedDevice(), reference="copy")
     n = 0
-    while True:
+    while n < rounds:
         n += 1
         with session.step(n), policy.training_mode():
             policy.train(BATCH, loss)
@@ -64,6 +65,8 @@ def work(path, shared):
 folder, num, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 generator = random.Random(seed)
 torch.set_num_threads(1)
+work(folder / "warm.jsonl", bytearray(8), rounds=1)  # what torch imports late is imported here, once
+audit_log.AuditLog.write = write
 counts = []
 for k in range(num):
     shared = mmap.mmap(-1, 8)
