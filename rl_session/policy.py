@@ -133,7 +133,11 @@ class TrainableModel:
 
     @property
     def placement(self) -> Placement:
-        """Where each component is, found by scanning; components without bytes are ``Tier.NONE``."""
+        """Where each component is, found by scanning; components without bytes are ``Tier.NONE``.
+
+        Raises:
+            ClosedError: The policy was closed.
+        """
         placement = self._control.ask("placement")
         assert isinstance(placement, Placement)
         return placement
@@ -152,6 +156,9 @@ class TrainableModel:
             ``components`` (component to tier to bytes), ``clean`` (bytes on the device that could be freed without a
             copy), ``uncovered`` (tensors of no component: name to bytes), ``device_bytes``, ``device_free`` (None: no
             limit), ``host_in_use`` and ``host_held`` (bytes of host buffers).
+
+        Raises:
+            ClosedError: The policy was closed.
         """
         memory: dict[str, Any] = self._control.ask("memory")
         return memory
@@ -263,7 +270,11 @@ class TrainableModel:
         self._control.ask("register_extra", name, value)
 
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
-        """Call ``hook(module)`` whenever bytes leave the device, to free what no component owns."""
+        """Call ``hook(module)`` whenever bytes leave the device, to free what no component owns.
+
+        Raises:
+            ClosedError: The policy was closed.
+        """
         self._control.ask("add_cache_hook", hook)
 
     def recover(self) -> None:

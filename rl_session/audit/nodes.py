@@ -47,6 +47,11 @@ def words(value: object) -> str:
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
+def _scope_key(record: dict[str, Any]) -> tuple[str, int]:
+    # Each process that has a handle numbers its own scopes.
+    return record["source"], whole(record.get("scope_id"))
+
+
 def own_fields(record: dict[str, Any]) -> dict[str, Any]:
     """Return the event's own fields, without the envelope."""
     return {key: value for key, value in record.items() if key not in _ENVELOPE}
@@ -176,7 +181,7 @@ class _Open:
     """What is open on one policy."""
 
     scopes: list[Node] = attrs.field(factory=list)
-    by_id: dict[int, Node] = attrs.field(factory=dict)
+    by_id: dict[tuple[str, int], Node] = attrs.field(factory=dict)
 
 
 class NodeBuilder:
@@ -253,7 +258,7 @@ class NodeBuilder:
     def _parent(self, record: dict[str, Any]) -> tuple[Node | None, int]:
         """The scope that a record belongs to: the one it names, else the innermost one of its policy."""
         open_ = self._of(record.get("policy"))
-        named = open_.by_id.get(whole(record.get("scope_id")))
+        named = open_.by_id.get(_scope_key(record))
         parent = named or (open_.scopes[-1] if open_.scopes else None)
         return parent, 0 if parent is None else parent.depth + 1
 
@@ -266,12 +271,12 @@ class NodeBuilder:
         scope = self._node("scope", name, record, at, status="unfinished", depth=len(open_.scopes))
         self._place(scope, outer)
         open_.scopes.append(scope)
-        open_.by_id[whole(record.get("scope_id"))] = scope
+        open_.by_id[_scope_key(record)] = scope
         return scope
 
     def _scope_entered(self, record: dict[str, Any], at: float) -> list[Node]:
         open_ = self._of(record.get("policy"))
-        scope = open_.by_id.get(whole(record.get("scope_id")))
+        scope = open_.by_id.get(_scope_key(record))
         if scope is None:
             scope = self._open_scope(record, at, words(record.get("mode")))
         scope.name = words(record.get("mode"))
@@ -283,30 +288,28 @@ class NodeBuilder:
 
     def _scope_exited(self, record: dict[str, Any], at: float) -> list[Node]:
         open_ = self._of(record.get("policy"))
-        scope_id = whole(record.get("scope_id"))
-        scope = open_.by_id.get(scope_id)
+        scope = open_.by_id.get(_scope_key(record))
         if scope is None:  # its entry is lost: all that is known is how long it was open
             start = max(0.0, at - real(record.get("seconds")))
             scope = self._open_scope(record, start, words(record.get("mode")))
         scope.error = words(record.get("error"))
-        return self._close_scope(scope, scope_id, record, at)
+        return self._close_scope(scope, record, at)
 
-    def _close_scope(self, scope: Node, scope_id: int, record: dict[str, Any], at: float) -> list[Node]:
+    def _close_scope(self, scope: Node, record: dict[str, Any], at: float) -> list[Node]:
         open_ = self._of(record.get("policy"))
         scope.end = at
         scope.status = "failed" if scope.error else "ok"
         scope.record = record
         self.touched = scope
-        del open_.by_id[scope_id]
+        del open_.by_id[_scope_key(record)]
         open_.scopes.remove(scope)
         return self._complete(scope)
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def _transition_started(self, record: dict[str, Any], at: float) -> list[Node]:
-        scope_id = record.get("scope_id")
         open_ = self._of(record.get("policy"))
-        if scope_id is not None and scope_id not in open_.by_id:
+        if record.get("scope_id") is not None and _scope_key(record) not in open_.by_id:
             self._open_scope(record, at, words(record.get("to_mode")))
         parent, depth = self._parent(record)
         node = self._node(
@@ -347,12 +350,11 @@ class NodeBuilder:
 
     def _give_up_entry(self, node: Node, record: dict[str, Any], at: float) -> list[Node]:
         """A scope whose way in failed was never entered: it ends with its transition."""
-        scope_id = whole(record.get("scope_id"))
-        scope = self._of(record.get("policy")).by_id.get(scope_id)
+        scope = self._of(record.get("policy")).by_id.get(_scope_key(record))
         if node.status == "ok" or scope is None or scope.entered is not None:
             return []
         scope.error = node.error or node.status
-        return self._close_scope(scope, scope_id, record, at)
+        return self._close_scope(scope, record, at)
 
     def _component_moved(self, record: dict[str, Any], at: float) -> list[Node]:
         move = Move(
