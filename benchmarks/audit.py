@@ -110,7 +110,7 @@ def measure_writing(folder: Path) -> dict[str, float]:
     log, nowhere = AuditLog(folder / "rate.jsonl"), AuditLog(None)
     line = b"x" * 299 + b"\n"
     fd = os.open(folder / "bare", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    at = {"policy": "actor", "scope_id": 3, "transition_id": 8, "step": 2}
+    at: dict[str, Any] = {"policy": "actor", "scope_id": 3, "transition_id": 8, "step": 2}
     bare = best_rate(lambda: os.write(fd, line), 2000)
     written = best_rate(lambda: log.write(event, **at), 2000)
     silent = best_rate(lambda: nowhere.write(event, **at), 20_000)

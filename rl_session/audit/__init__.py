@@ -49,7 +49,8 @@ from rl_session.audit.events import (
     WorkerLost,
 )
 from rl_session.audit.naming import sibling_path
-from rl_session.audit.reader import AuditReader, Place, Record, read_audit
+from rl_session.audit.reader import AuditReader, Place, read_audit
+from rl_session.audit.records import Record
 
 if TYPE_CHECKING:
     from rl_session.audit.log import AuditLog

@@ -10,7 +10,7 @@ Units are in the names: ``nbytes`` and ``*_bytes`` count bytes, ``seconds`` is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -75,21 +75,20 @@ class Event:
     # Worked out once a class: a record is written within microseconds.
     _names: ClassVar[tuple[str, ...]] = ()
     _lists: ClassVar[tuple[str, ...]] = ()
-    _values: ClassVar[Callable[[Any], Any]]
+    _values: ClassVar[Any]  # a function of the event, which a type checker would take for a method
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
         cls._names = tuple(field.name for field in attrs.fields(cls))
         cls._lists = tuple(field.name for field in attrs.fields(cls) if field.converter is not None)
-        # Of one name, attrgetter gives the value itself and no tuple.
         get = attrgetter(*cls._names)
-        cls._values = get if len(cls._names) > 1 else lambda event: (get(event),)
+        # Of one name, attrgetter gives the value itself and no tuple.
+        cls._values = staticmethod(get if len(cls._names) > 1 else lambda event: (get(event),))
 
     def to_fields(self) -> dict[str, Any]:
         """Return the event's own fields as plain JSON values, as they lie on the line."""
-        kind = type(self)
-        fields = dict(zip(kind._names, kind._values(self), strict=True))
-        for name in kind._lists:
+        fields = dict(zip(self._names, self._values(self), strict=True))
+        for name in self._lists:
             fields[name] = _plain_tuple(fields[name])
         return fields
 

@@ -44,21 +44,20 @@ def find_siblings(path: Path) -> list[Path]:
     return sorted(found for found in whole | parted if found.name != path.name and found.name.endswith(_SUFFIX))
 
 
-def find_parts(path: Path) -> list[Path]:
-    """Return the parts of ``path``, oldest first; ``path`` itself is not among them."""
+def find_parts(path: Path) -> list[tuple[int, Path]]:
+    """Return the parts of ``path`` and their numbers, oldest first; ``path`` itself is not among them."""
     numbered = []
     for found in path.parent.glob(f"{glob.escape(path.name)}.part-*"):
         match = _PART.search(found.name)
         if match and found.name == f"{path.name}{match[0]}":
             numbered.append((int(match[1]), found))
-    return [found for _, found in sorted(numbered)]
+    return sorted(numbered)
 
 
 def next_part(path: Path) -> Path:
     """Return the name under which the content of ``path`` becomes its newest part."""
     parts = find_parts(path)
-    number = 1 + int(_PART.search(parts[-1].name)[1]) if parts else 1  # type: ignore[index]
-    return path.with_name(f"{path.name}.part-{number}")
+    return path.with_name(f"{path.name}.part-{parts[-1][0] + 1 if parts else 1}")
 
 
 def rotate(path: Path) -> Path | None:
@@ -77,7 +76,7 @@ def rotate(path: Path) -> Path | None:
     n = 1
     while os.path.lexists(target := path.with_name(f"{path.name}.bak-{n}")) or find_parts(target):
         n += 1
-    for part in parts:
+    for _, part in parts:
         part.rename(target.with_name(f"{target.name}{part.name.removeprefix(path.name)}"))
     if has_content:
         path.rename(target)

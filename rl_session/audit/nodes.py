@@ -22,6 +22,11 @@ Status = Literal["ok", "failed", "rolled back", "unfinished"]
 
 # A rank's line may be merged in after the driver's end of the transition: this many ended ones still take moves.
 _NUM_REMEMBERED = 64
+# Scopes nested deeper than any program's are drawn at this depth.
+_MAX_DEPTH = 32
+# A number beyond these is damage; sums of what is left fit into JSON's integers.
+_MOST_BYTES = 2**50
+_MOST_SECONDS = 1e10
 _ENDINGS: dict[str, Status] = {
     "transition.committed": "ok",
     "transition.rolled_back": "rolled back",
@@ -34,12 +39,12 @@ _ENVELOPE = frozenset(ENVELOPE)
 
 def whole(value: object) -> int:
     """Return a count from a line, 0 where there is none."""
-    return value if type(value) is int else 0
+    return min(max(value, -_MOST_BYTES), _MOST_BYTES) if type(value) is int else 0
 
 
 def real(value: object) -> float:
     """Return a number from a line, 0.0 where there is none (NaN is written as null)."""
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return min(max(float(value), -_MOST_SECONDS), _MOST_SECONDS) if isinstance(value, (int, float)) else 0.0
 
 
 def words(value: object) -> str:
@@ -267,8 +272,9 @@ class NodeBuilder:
     def _open_scope(self, record: dict[str, Any], at: float, name: str) -> Node:
         """Begin a scope at its first sign, which is the transition that enters it."""
         open_ = self._of(record.get("policy"))
-        outer = open_.scopes[-1] if open_.scopes else None
-        scope = self._node("scope", name, record, at, status="unfinished", depth=len(open_.scopes))
+        depth = min(len(open_.scopes), _MAX_DEPTH)
+        outer = open_.scopes[depth - 1] if depth else None
+        scope = self._node("scope", name, record, at, status="unfinished", depth=depth)
         self._place(scope, outer)
         open_.scopes.append(scope)
         open_.by_id[_scope_key(record)] = scope
@@ -284,7 +290,26 @@ class NodeBuilder:
         scope.call_site = words(record.get("call_site"))
         scope.record = record
         self.touched = scope
-        return []
+        return self._leave_lost(scope, record, at)
+
+    def _leave_lost(self, scope: Node, record: dict[str, Any], at: float) -> list[Node]:
+        """Close scopes that cannot be open any more, since the one that was entered lies outside them: their ends are lost."""
+        open_ = self._of(record.get("policy"))
+        depth = record.get("depth")
+        lost = (
+            [other for other in open_.scopes if other is not scope][depth:] if type(depth) is int and depth >= 0 else []
+        )
+        if not lost:
+            return []
+        for other in lost:
+            other.end = at
+            open_.scopes.remove(other)
+            if scope in other.children:
+                other.children.remove(scope)
+        open_.by_id = {key: other for key, other in open_.by_id.items() if other not in lost}
+        scope.depth = min(len(open_.scopes) - 1, _MAX_DEPTH)
+        self._place(scope, open_.scopes[scope.depth - 1] if scope.depth else None)
+        return [node for other in lost for node in self._complete(other)]
 
     def _scope_exited(self, record: dict[str, Any], at: float) -> list[Node]:
         open_ = self._of(record.get("policy"))

@@ -7,21 +7,20 @@ streams in bounded memory, and interprets nothing.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
 import attrs
-import cattrs
 import orjson
 
-from rl_session.audit.events import ENVELOPE, EVENTS, Event, UnknownEvent
 from rl_session.audit.naming import find_parts, find_siblings
+from rl_session.audit.records import Record, is_record, loads_or_none, to_record
 from rl_session.errors import AuditError
 
 # Bounds memory on a file that has no newlines. No record comes near it.
@@ -31,57 +30,6 @@ _CHUNK_NBYTES = 64 * 2**10
 _PROBE_LINES = 64
 # How many places of lines that are no record are remembered, for messages.
 _MAX_PLACES = 1000
-
-_REQUIRED = {
-    "schema": int,
-    "run_id": str,
-    "source": str,
-    "seq": int,
-    "time_ns": int,
-    "mono_ns": int,
-    "event": str,
-}
-_OPTIONAL = {"policy": str, "scope_id": int, "transition_id": int, "step": int}
-
-
-@attrs.frozen(kw_only=True)
-class Record:
-    """One line of the log.
-
-    Attributes:
-        schema: Version of the line format.
-        run_id: Which run wrote it.
-        source: Which process of the run.
-        seq: Position among the lines of that source, from 0 and without gaps.
-        time_ns: Wall clock, nanoseconds since 1970.
-        mono_ns: The source's monotonic clock, nanoseconds since an arbitrary point.
-        name: The event's name, such as ``"scope.entered"``.
-        policy: The policy concerned, if any.
-        scope_id: The innermost scope concerned, if any.
-        transition_id: The transition that it belongs to, if any.
-        step: The session's step number, if any.
-        event: The event, typed; an ``UnknownEvent`` where this version has no class that fits.
-        extra: Fields that the event's class does not know.
-    """
-
-    schema: int
-    run_id: str
-    source: str
-    seq: int
-    time_ns: int
-    mono_ns: int
-    name: str
-    policy: str | None = None
-    scope_id: int | None = None
-    transition_id: int | None = None
-    step: int | None = None
-    event: Event
-    extra: dict[str, Any] = attrs.field(factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as it lies on the line: the envelope, the event's fields and the rest, flat."""
-        envelope = {key: getattr(self, "name" if key == "event" else key) for key in ENVELOPE}
-        return {**envelope, **self.event.to_fields(), **self.extra}
 
 
 @attrs.frozen
@@ -175,7 +123,7 @@ class AuditReader:
         return tuple(self._tally.skipped_at)
 
     def __iter__(self) -> Iterator[Record]:
-        return map(_to_record, self.dicts())
+        return map(to_record, self.dicts())
 
     def dicts(self) -> Iterator[dict[str, Any]]:
         """Give each line as it lies in the file: every key of the envelope, and the event's fields beside them.
@@ -261,21 +209,31 @@ class Cursor:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records of the parts, then of the file."""
-        for path in _chain(self._main):
-            self.path, self.line = path, 0
-            with _open(path) as file:
+        number = 0
+        while (found := _open_next(self._main, number)) is not None:
+            file, self.path, number = found
+            self.line = 0
+            with file:
                 yield from self.parse(_chunks(file))  # type: ignore[misc]  # chunks never pause here
+            if self.path == self._main:
+                break
 
     def tail(self) -> Iterator[dict[str, Any] | None]:
-        """As :meth:`records`, and None whenever there is no more for now; ends at the last look, or with the file."""
-        paths = _chain(self._main)
-        while paths:
-            self.path, self.line = paths[0], 0
-            with _open(self.path) as file:
+        """As :meth:`records`, and None whenever there is no more for now; None for ever once it has ended."""
+        number: int | None = 0
+        while number is not None:
+            found = _open_next(self._main, number)
+            if found is None:
+                if self.is_last_look:
+                    break
+                yield None  # a rotation has moved the file aside, and not yet made the new one
+                continue
+            file, self.path, number = found
+            self.line = 0
+            with file:
                 yield from self.parse(self._tail_chunks(file))
-                paths = _after(os.fstat(file.fileno()).st_ino, self._main)
-            if self.is_last_look and not paths:
-                break
+                if self.path == self._main:
+                    number = _number_after(file, self._main)
         self.ended = True
         while True:
             yield None
@@ -284,28 +242,23 @@ class Cursor:
         inode = os.fstat(file.fileno()).st_ino
         while True:
             # Looked at before reading: what was written before the file was moved away is then read after.
-            moved = self._was_moved(inode)
-            empty = True
-            for chunk in _chunks(file):
-                empty = False
-                yield chunk
-            if empty and (moved or self.is_last_look):
+            is_complete = self.path != self._main or self._was_moved(inode)
+            is_last = self.is_last_look
+            yield from _chunks(file)
+            if is_complete or is_last:
                 return
-            if empty:
-                yield None
+            yield None
 
     def _was_moved(self, inode: int) -> bool:
-        """Whether another file, or none, has the name now; also true of a part, which is complete."""
-        if self.path != self._main:
-            return True
+        """Whether another file has the name now, or none has because a rotation is under way."""
         try:
             return self._main.stat().st_ino != inode
         except FileNotFoundError:
-            return bool(find_parts(self._main))  # between the two steps of a rotation, or removed
+            return bool(find_parts(self._main))
 
     def parse(self, chunks: Iterator[bytes | None]) -> Iterator[dict[str, Any] | None]:
         """Cut chunks into lines, and give those that are records; a pause is handed on."""
-        loads, is_record = orjson.loads, _is_record
+        loads, is_whole = orjson.loads, is_record
         pieces: list[bytes] = []
         held = 0
         too_long = False
@@ -327,7 +280,7 @@ class Cursor:
                     except orjson.JSONDecodeError:
                         self._skip(line)
                         continue
-                    if is_record(fields):
+                    if is_whole(fields):
                         yield fields
                     else:
                         self._skip(line)
@@ -345,7 +298,7 @@ class Cursor:
         if not line and not too_long:
             return
         self.line += 1
-        fields = _loads_or_none(line)
+        fields = loads_or_none(line)
         if fields is not None and not too_long:
             yield fields
         else:
@@ -379,14 +332,14 @@ class _Stream:
                 raise _refusal(Path("-"), "it is binary")
             *whole, rest = head.split(b"\n")
             for line in whole[:_PROBE_LINES]:
-                if fields := _loads_or_none(line):
+                if fields := loads_or_none(line):
                     return str(fields["run_id"])
             lines_seen = len(whole)
             if lines_seen >= _PROBE_LINES or len(rest) > _MAX_LINE_NBYTES:
                 break
         if not self._head:
             raise _EmptyError(*_refusal(Path("-"), "it is empty").args)
-        fields = _loads_or_none(b"".join(self._head))  # one record without a newline
+        fields = loads_or_none(b"".join(self._head))  # one record without a newline
         if fields is not None:
             return str(fields["run_id"])
         raise _refusal(Path("-"), f"none of its first {_PROBE_LINES} lines is an audit record")
@@ -433,32 +386,58 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
         yield chunk
 
 
-def _chain(path: Path) -> list[Path]:
-    """The parts of a file and the file itself, which is missing where a rotation was cut short."""
-    parts = find_parts(path)
-    return parts if parts and not path.exists() else [*parts, path]
+def _open_next(path: Path, number: int) -> tuple[IO[bytes], Path, int] | None:
+    """Open the oldest part from this number on, or else the file itself, while a writer may be rotating it.
 
+    Returns:
+        The file, its path, and the number to go on with; None where parts were all there is.
 
-def _after(inode: int, path: Path) -> list[Path]:
-    """What comes after the file with this inode, which was followed; nothing where it is gone."""
-    chain = _chain(path)
-    for index, found in enumerate(chain):
+    Raises:
+        AuditError: There is nothing, or it cannot be read.
+    """
+    while True:
+        part = _part_from(path, number)
+        if part is not None:
+            return _open(part[1]), part[1], part[0] + 1
         try:
-            if found.stat().st_ino == inode:
-                return chain[index + 1 :]
+            file = _open(path)
+        except _MissingError:
+            if _part_from(path, number) is not None:  # it was moved aside in this very moment
+                continue
+            if number == 0:
+                raise
+            return None
+        # It may have been moved aside since: then it is that part, or a later file that is not due yet.
+        part = _part_from(path, number)
+        if part is None:
+            return file, path, number
+        file.close()
+
+
+def _part_from(path: Path, number: int) -> tuple[int, Path] | None:
+    return next((found for found in find_parts(path) if found[0] >= number), None)
+
+
+def _number_after(file: IO[bytes], path: Path) -> int | None:
+    """The number to go on with after a file that was moved aside; None where it was not, or is gone."""
+    inode = os.fstat(file.fileno()).st_ino
+    for number, part in find_parts(path):
+        try:
+            if part.stat().st_ino == inode:
+                return number + 1
         except FileNotFoundError:
             continue
-    return []
+    return None
 
 
-def _open(path: Path, buffering: int = 0) -> IO[bytes]:
+def _open(path: Path) -> IO[bytes]:
     try:
         # First, since opening a pipe would wait for a writer.
         if path.exists() and not path.is_file():
             raise _refusal(path, "it is a directory" if path.is_dir() else "it is not a regular file")
-        return path.open("rb", buffering=buffering)
+        return path.open("rb", buffering=0)
     except FileNotFoundError as error:
-        raise _refusal(path, "there is no such file") from error
+        raise _MissingError(*_refusal(path, "there is no such file").args) from error
     except OSError as error:
         raise _refusal(path, f"it cannot be read: {error.strerror or error}") from error
 
@@ -467,34 +446,43 @@ class _EmptyError(AuditError):
     """There is nothing in it, yet."""
 
 
+class _MissingError(AuditError):
+    """There is no such file."""
+
+
 def _run_id_of(path: Path) -> str:
     """Return the run id of the first record of a file, or of its parts; raise where there is none."""
-    chain = _chain(path)
-    for part in chain[:-1]:
-        try:
-            return _first_run_id(part)
-        except AuditError:
-            continue  # a damaged part does not make the rest unreadable
-    return _first_run_id(chain[-1])
+    number, refusal = 0, None
+    while (found := _open_next(path, number)) is not None:
+        file, where, number = found
+        with file:
+            try:
+                return _first_run_id(file, where)
+            except AuditError as error:
+                refusal = error  # a damaged part does not make the rest unreadable
+        if where == path:
+            break
+    assert refusal is not None
+    raise refusal
 
 
-def _first_run_id(path: Path) -> str:
-    with _open(path) as file:
-        head = file.read(_CHUNK_NBYTES)
-        if not head:
-            raise _EmptyError(*_refusal(path, "it is empty").args)
-        # Asked first so that a huge binary file is not searched for newlines. Of the first line only: after a
-        # power failure a log may well end in zeros.
-        if b"\0" in head.partition(b"\n")[0]:
-            raise _refusal(path, "it is a binary file")
-    with _open(path, buffering=-1) as file:
+def _first_run_id(file: IO[bytes], path: Path) -> str:
+    head = file.read(_CHUNK_NBYTES)
+    if not head:
+        raise _EmptyError(*_refusal(path, "it is empty").args)
+    # Asked first so that a huge binary file is not searched for newlines. Of the first line only: after a
+    # power failure a log may well end in zeros.
+    if b"\0" in head.partition(b"\n")[0]:
+        raise _refusal(path, "it is a binary file")
+    file.seek(0)
+    lines = io.BufferedReader(file)  # type: ignore[type-var]  # a raw file
+    try:
         for _ in range(_PROBE_LINES):
-            line = file.readline(_MAX_LINE_NBYTES)
-            if not line:
-                break
-            fields = _loads_or_none(line)
+            fields = loads_or_none(lines.readline(_MAX_LINE_NBYTES))
             if fields is not None:
                 return str(fields["run_id"])
+    finally:
+        lines.detach()  # the file is the caller's to close
     raise _refusal(path, f"none of its first {_PROBE_LINES} lines is an audit record")
 
 
@@ -512,85 +500,3 @@ def _refusal(path: Path, fact: str) -> AuditError:
         (fact,),
         "read_audit(path) with the file that Session(audit_path=path) wrote",
     )
-
-
-def _loads_or_none(line: bytes) -> dict[str, Any] | None:
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    return fields if _is_record(fields) else None
-
-
-_envelope_of = itemgetter(*ENVELOPE)
-# Types of envelopes that were found whole. There are 16: each of the last four may be null.
-_WHOLE: set[tuple[type, ...]] = set()
-
-
-def _is_record(fields: Any) -> bool:
-    """Whether a line holds a whole envelope; adds the keys that may be missing."""
-    try:
-        if tuple(map(type, _envelope_of(fields))) in _WHOLE:
-            return True
-    except (KeyError, TypeError):  # a key is missing, or it is no dictionary
-        if type(fields) is not dict:
-            return False
-    for key in _OPTIONAL:
-        fields.setdefault(key, None)
-    # Types are compared exactly: a bool is an int to isinstance.
-    is_whole = all(type(fields.get(key)) is kind for key, kind in _REQUIRED.items()) and all(
-        fields[key] is None or type(fields[key]) is kind for key, kind in _OPTIONAL.items()
-    )
-    if is_whole:
-        _WHOLE.add(tuple(map(type, _envelope_of(fields))))
-    return is_whole
-
-
-def _to_record(fields: dict[str, Any]) -> Record:
-    envelope = {key: fields.pop(key) for key in ENVELOPE}
-    name = envelope.pop("event")
-    event, extra = _typed(name, fields)
-    return Record(name=name, event=event, extra=extra, **envelope)
-
-
-def _typed(name: str, fields: dict[str, Any]) -> tuple[Event, dict[str, Any]]:
-    """Return the typed event and the fields that its class does not know."""
-    cls = EVENTS.get(name)
-    if cls is None:
-        return UnknownEvent(name=name, fields=fields), {}
-    try:
-        event = _CONVERTER.structure(fields, cls)
-    except (TypeError, ValueError, KeyError, AttributeError):
-        # A later version may have changed the fields: show them as they are, and lose nothing.
-        return UnknownEvent(name=name, fields=fields), {}
-    known = {field.name for field in attrs.fields(cls)}
-    return event, {key: value for key, value in fields.items() if key not in known}
-
-
-def _make_converter() -> cattrs.Converter:
-    """A converter that checks instead of coercing: cattrs would read null into a str as ``"None"``."""
-    converter = cattrs.Converter(detailed_validation=False)
-    for kind in (str, int, bool):
-        converter.register_structure_hook(kind, _exactly)
-    converter.register_structure_hook(float, _to_float)
-    return converter
-
-
-def _exactly(value: object, kind: type) -> Any:
-    if type(value) is not kind:
-        msg = f"expected {kind.__name__}, not {type(value).__name__}"
-        raise TypeError(msg)
-    return value
-
-
-def _to_float(value: object, _kind: type) -> float:
-    # JSON has no NaN: it was written as null.
-    if value is None:
-        return float("nan")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"expected float, not {type(value).__name__}"
-        raise TypeError(msg)
-    return float(value)
-
-
-_CONVERTER = _make_converter()

@@ -43,6 +43,7 @@ class LineRenderer:
         self._start = render_line(constant)[:-2] + b","
 
     def __call__(self, _logger: object, _method: str, record: Any) -> bytes:
+        """Return the line of a record; never raises."""
         try:
             return self._start + orjson.dumps(record, _to_plain, _OPTIONS)[1:]
         except Exception:  # as in render_line

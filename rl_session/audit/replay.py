@@ -16,9 +16,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-import attrs
-
 from rl_session.audit.reader import AuditReader
+from rl_session.audit.state import OpenCall, OpenScope, OpenStep, OpenTransition, PolicyState, State
 
 __all__ = [
     "OpenCall",
@@ -33,143 +32,10 @@ __all__ = [
 ]
 
 _Dict = dict[str, Any]
-_HEIGHT = {"none": 0, "host": 1, "device": 2}
 # What user code may make or grow without a call of the library: gradients, optimizer state, caches, extras.
 _NEVER_GROWS = frozenset({"params"})
 
 LogSource = str | os.PathLike[str] | IO[bytes] | AuditReader
-
-
-@attrs.frozen
-class OpenScope:
-    """A scope that was entered and not left.
-
-    Attributes:
-        scope_id: Its number, unique in its source.
-        mode: Its mode.
-        outer_mode: The mode it was entered from.
-        depth: How many scopes were open around it.
-        call_site: Where it was entered.
-        source: Who wrote it.
-        seq: Of its record.
-        time_ns: Of its record.
-    """
-
-    scope_id: int | None
-    mode: str
-    outer_mode: str
-    depth: int
-    call_site: str
-    source: str
-    seq: int
-    time_ns: int
-
-
-@attrs.frozen
-class OpenTransition:
-    """A transition that was started and has no end.
-
-    Attributes:
-        transition_id: Its number, unique in its source.
-        from_mode: The mode in effect.
-        to_mode: The mode wanted.
-        reason: Why.
-        scope_id: The scope it belongs to, if any.
-        source: Who wrote it.
-        seq: Of its record.
-        time_ns: Of its record.
-    """
-
-    transition_id: int | None
-    from_mode: str
-    to_mode: str
-    reason: str
-    scope_id: int | None
-    source: str
-    seq: int
-    time_ns: int
-
-
-@attrs.frozen
-class OpenStep:
-    """A train step that was opened, and neither committed nor aborted."""
-
-    source: str
-    seq: int
-    time_ns: int
-
-
-@attrs.frozen
-class OpenCall:
-    """A call that has written what it did, and not yet its end. (A call writes nothing when it begins.)"""
-
-    method: str
-    source: str
-    seq: int
-    time_ns: int
-
-
-@attrs.frozen
-class PolicyState:
-    """One policy at one instant.
-
-    Attributes:
-        name: Its name.
-        health: ``"ok"``, ``"faulted"`` or ``"closed"``.
-        mode: The mode in effect.
-        components: Component to tier to bytes, summed over the ranks; a component without bytes has no tier.
-        scopes: Open scopes, the outermost first.
-        transition: The transition under way, if one is.
-        open_step: The open train step, if one is.
-        open_call: A call under way, as far as it can be known.
-        weights_version: Of the last publication; None before the first.
-        reference_in: Whether the reference stands in for the live weights.
-        is_certain: False from a failure that could not be undone until the log says again where everything is.
-        source: Of the record that created it.
-        seq: Likewise.
-    """
-
-    name: str
-    health: str
-    mode: str
-    components: Mapping[str, Mapping[str, int]]
-    scopes: tuple[OpenScope, ...] = ()
-    transition: OpenTransition | None = None
-    open_step: OpenStep | None = None
-    open_call: OpenCall | None = None
-    weights_version: int | None = None
-    reference_in: bool = False
-    is_certain: bool = True
-    source: str = ""
-    seq: int = -1
-
-    @property
-    def placement(self) -> dict[str, str]:
-        """Component to tier: the highest that bytes of it lie at."""
-        return {name: _highest(tiers) for name, tiers in self.components.items()}
-
-    def nbytes(self, tier: str) -> int:
-        """Bytes at a tier."""
-        return sum(tiers.get(tier, 0) for tiers in self.components.values())
-
-
-@attrs.frozen
-class State:
-    """Everything at one instant: after the record with this ``source`` and ``seq``.
-
-    Attributes:
-        source: Of the record.
-        seq: Of the record.
-        time_ns: Of the record.
-        step: The session's step number, if any.
-        policies: Name to state, closed ones included.
-    """
-
-    source: str
-    seq: int
-    time_ns: int
-    step: int | None
-    policies: Mapping[str, PolicyState]
 
 
 def replay(source: LogSource) -> Iterator[State]:
@@ -219,10 +85,6 @@ def state_at(source: LogSource, *, seq: int | None = None, time_ns: int | None =
 def as_reader(source: LogSource) -> AuditReader:
     """Return a reader for what a user gave."""
     return source if isinstance(source, AuditReader) else AuditReader(source)
-
-
-def _highest(tiers: Mapping[str, int]) -> str:
-    return max(tiers, key=lambda tier: _HEIGHT.get(tier, 0), default="none")
 
 
 class _Policy:
@@ -309,23 +171,46 @@ class Replay:
         self._note = on_unrecorded or _nothing
         self._policies: dict[str, _Policy] = {}
         self._last: _Dict = {}
+        self._handlers: dict[str, Callable[[_Policy, _Dict], None]] = {
+            "policy.created": self._created,
+            "policy.closed": self._closed,
+            "policy.faulted": self._faulted,
+            "policy.recovered": self._recovered,
+            "scope.entered": self._entered,
+            "scope.exited": self._exited,
+            "transition.started": self._started,
+            "transition.committed": self._committed,
+            "transition.rolled_back": self._rolled_back,
+            "transition.failed": self._failed,
+            "component.moved": self._moved,
+            "gradients.dropped": self._dropped,
+            "call.finished": self._called,
+            "guard.rejected": self._rejected,
+            "step.opened": self._step_opened,
+            "step.committed": self._step_ended,
+            "step.aborted": self._step_ended,
+            "reference.swapped": self._swapped,
+            "checkpoint.saved": self._saved,
+            "checkpoint.loaded": self._loaded,
+            "weights.published": self._published,
+        }
 
     def feed(self, record: _Dict) -> None:
         """Apply one record, as ``AuditReader.dicts`` gives it. Unknown events change nothing."""
         self.num_records += 1
         self._last = record
-        handler = _HANDLERS.get(record["event"])
+        handler = self._handlers.get(record["event"])
         if handler is None or record["policy"] is None:
             return
         policy = self._policies.get(record["policy"])
         if policy is None:
-            if handler is not Replay._created:
+            if record["event"] != "policy.created":
                 self._say("unknown_policy", f"{record['event']} of policy {record['policy']!r}, which was not created")
             origin = (record["source"], record["seq"])
             policy = self._policies[record["policy"]] = _Policy(record["policy"], _mode_before(record), {}, origin)
         policy.snapshot = None
         try:
-            handler(self, policy, record)
+            handler(policy, record)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             self._say("malformed", f"{record['event']}: a field is missing or of another kind ({error!r})")
 
@@ -558,7 +443,9 @@ class Replay:
         policy.open_call = OpenCall("get_reference_policy_logprobs", record["source"], record["seq"], record["time_ns"])
         tiers = policy.components.get("reference")
         if record["kind"] == "copy" and not tiers:
-            self._say("reference", f"policy {policy.name!r}: a reference was swapped {record['direction']}, and there is none")
+            self._say(
+                "reference", f"policy {policy.name!r}: a reference was swapped {record['direction']}, and there is none"
+            )
         if tiers and record["kind"] == "module":
             nbytes = sum(tiers.values())
             policy.components["reference"] = {"device" if is_in else "host": nbytes}
@@ -574,32 +461,6 @@ class Replay:
         if policy.weights_version is not None and version <= policy.weights_version:
             self._say("weights_version", f"policy {policy.name!r}: version {version} after {policy.weights_version}")
         policy.weights_version = version
-
-
-_Handler = Callable[[Replay, _Policy, _Dict], None]
-_HANDLERS: dict[str, _Handler] = {
-    "policy.created": Replay._created,
-    "policy.closed": Replay._closed,
-    "policy.faulted": Replay._faulted,
-    "policy.recovered": Replay._recovered,
-    "scope.entered": Replay._entered,
-    "scope.exited": Replay._exited,
-    "transition.started": Replay._started,
-    "transition.committed": Replay._committed,
-    "transition.rolled_back": Replay._rolled_back,
-    "transition.failed": Replay._failed,
-    "component.moved": Replay._moved,
-    "gradients.dropped": Replay._dropped,
-    "call.finished": Replay._called,
-    "guard.rejected": Replay._rejected,
-    "step.opened": Replay._step_opened,
-    "step.committed": Replay._step_ended,
-    "step.aborted": Replay._step_ended,
-    "reference.swapped": Replay._swapped,
-    "checkpoint.saved": Replay._saved,
-    "checkpoint.loaded": Replay._loaded,
-    "weights.published": Replay._published,
-}
 
 
 def _nothing(_code: str, _message: str) -> None:

@@ -255,7 +255,10 @@ class _Counter:
         for name, policy in self._replay.state.policies.items():
             if policy.health == "closed":
                 continue
-            summary.memory[name] = {component: dict(tiers) for component, tiers in policy.components.items()}
+            summary.memory[name] = {
+                words(component): {words(tier): whole(nbytes) for tier, nbytes in tiers.items()}
+                for component, tiers in policy.components.items()
+            }
             if policy.health != "ok" or not policy.is_certain:
                 summary.health[name] = policy.health if policy.health != "ok" else "uncertain"
         return summary

@@ -115,7 +115,7 @@ class _Memory:
 
     def add(self, at: int, placement: Mapping[str, Mapping[str, int]]) -> None:
         now = {
-            (component, tier): nbytes
+            (words(component), words(tier)): whole(nbytes)
             for component, tiers in placement.items()
             for tier, nbytes in tiers.items()
             if tier != "none"

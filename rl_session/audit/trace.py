@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rl_session.audit.nodes import Move, Node, NodeBuilder, own_fields
+from rl_session.audit.nodes import Move, Node, NodeBuilder, own_fields, whole, words
 from rl_session.audit.replay import Replay
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Tracer:
         pid = self._pids[policy]
         for tier in _TIERS:
             before = self._counters.get((pid, tier), {})
-            now = {component: tiers.get(tier, 0) for component, tiers in components.items()}
+            now = {words(component): whole(tiers.get(tier, 0)) for component, tiers in components.items()}
             # A component that is gone goes to zero, or its last value would stand for ever.
             now = {**dict.fromkeys(before, 0), **now}
             if now != before:

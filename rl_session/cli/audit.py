@@ -263,7 +263,7 @@ def _reading(run: str, *, follow: bool = False) -> Iterator[AuditReader]:
         yield reader
         sys.stdout.flush()
         for loss in _losses(reader):
-            typer.echo(f"warning: {loss}", err=True)
+            typer.echo(_clean(f"warning: {run}: {loss}"), err=True)
     except RLSessionError as error:
         name = next(cls.__name__ for cls in type(error).__mro__ if not cls.__name__.startswith("_"))
         typer.echo(_clean(f"{name}: {error}"), err=True)

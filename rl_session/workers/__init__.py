@@ -5,7 +5,10 @@
     train_step   gradients and one optimizer step
     reference    the reference model: a copy swapped in, a module of its own, or an adapter switched off
     checkpoint   files, verified and atomic
-    worker       one rank: module, optimizer, engine
+    spec         what a rank is made of
+    trainer      training: open steps, live gradients, steps that can be undone
+    keeper       weights and checkpoints, from whichever tier holds the bytes
+    worker       one rank: module, optimizer, engine; decides and carries out transitions
     group        how the driver talks to ranks: one reply each, ok, failed or lost
 
 Knows nothing of scopes, sessions or the audit log: facts are returned.

@@ -6,75 +6,30 @@ compute calls, and returns facts. It keeps no mode of its own beyond what the la
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rl_session.errors import (
-    FaultedError,
-    OffloadedAccessError,
-    OpenStepError,
-    OptimizerStepError,
-    StepClosedError,
-    UnsupportedError,
-)
+from rl_session.errors import FaultedError, OpenStepError, UnsupportedError
 from rl_session.lifecycle import MODE_TABLE, Cell, Component, Facts, Flags, Mode, Placement, Tier, resolve, restore
 from rl_session.offload.device import Device
 from rl_session.offload.engine import Engine, Notice, Snapshot
 from rl_session.offload.guard import Guard
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
-from rl_session.workers import checkpoint as files
 from rl_session.workers import compute
 from rl_session.workers.batch import check_batch, to_device
+from rl_session.workers.keeper import Keeper
 from rl_session.workers.reference import Reference, Swap, make_reference
-from rl_session.workers.replies import CallResult, Changed, Description, TransitionReply, TransitionRequest
+from rl_session.workers.replies import CallResult, Description, TransitionReply, TransitionRequest
 from rl_session.workers.sampling import SamplingParams, sample
-from rl_session.workers.state import OptimizerStructure
-from rl_session.workers.train_step import OptimizerStepFailed, TrainStep, evaluate, train
+from rl_session.workers.spec import WorkerSpec
+from rl_session.workers.trainer import Trainer
 
 __all__ = ["Worker", "WorkerSpec"]
-
-_WRITTEN_BY_A_STEP = (Component.PARAMS, Component.OPTIMIZER)
-
-
-@attrs.define(eq=False, kw_only=True)
-class WorkerSpec:
-    """Everything a worker is made of.
-
-    Attributes:
-        model: The module, or a compiled wrapper of it.
-        optimizer: Its optimizer, or None.
-        scheduler: A learning rate scheduler, stepped once a ``train`` call.
-        max_grad_norm: Gradients are clipped to this norm; None for no clipping.
-        masters: Pairs of module parameter and the optimizer's fp32 master of it.
-        reference: None, "copy", "adapter-off" or a module.
-        forward_fn: ``forward_fn(model, batch) -> logits``; None for the usual signature.
-        temperature: Logits are divided by it.
-        extras: Registered extras by name.
-        verify: Whether contents are compared at every move.
-        pin: Whether host buffers are page-locked on CUDA.
-        label: How messages name the policy.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: Any | None = None
-    max_grad_norm: float | None = None
-    masters: Sequence[tuple[nn.Parameter, Tensor]] = ()
-    reference: str | nn.Module | None = None
-    forward_fn: Callable[..., Any] | None = None
-    temperature: float = 1.0
-    extras: Mapping[str, Any] = attrs.field(factory=dict)
-    verify: bool = False
-    pin: bool = True
-    label: str = "policy"
 
 
 class Worker:
@@ -84,8 +39,7 @@ class Worker:
         self, spec: WorkerSpec, device: Device, pool: HostPool, explain: Callable[[], tuple[str, tuple[str, ...]]]
     ) -> None:
         self.spec = spec
-        self.module: nn.Module = getattr(spec.model, "_orig_mod", spec.model)
-        self.optimizer = spec.optimizer
+        self.module = spec.module
         reference = spec.reference if isinstance(spec.reference, nn.Module) else None
         masters = [master for _, master in spec.masters]
         self.sources = Sources(self.module, spec.optimizer, masters, reference, dict(spec.extras))
@@ -93,14 +47,20 @@ class Worker:
         self.forward = compute.Forward(
             spec.model, spec.forward_fn, spec.temperature, device.torch_device, label=spec.label
         )
-        self.step: TrainStep | None = None
         self._mode = Mode.RESIDENT
-        self._is_torn = False
-        self._last_checkpoint: str | None = None
         self._reference: Reference | None = None
         self._buffers_written = False
         self._guard = Guard(self.engine.away, explain, self._loaded, self._stepped, self._forwarded_in_train)
+        self._trainer = Trainer(spec, self.engine, self.forward)
+        self._keeper = Keeper(spec, self.engine, self._guard, self._trainer)
         self._first = self.engine.refresh(deep=True)
+        # What a group may call beside the methods below.
+        self.train, self.begin_step = self._trainer.train, self._trainer.begin_step
+        self.forward_backward, self.commit = self._trainer.forward_backward, self._trainer.commit
+        self.abort, self.has_open_step = self._trainer.abort, self._trainer.has_open_step
+        self.state_dict = self._keeper.state_dict
+        self.weights, self.weight_sizes = self._keeper.weights, self._keeper.weight_sizes
+        self.save_checkpoint, self.load_checkpoint = self._keeper.save_checkpoint, self._keeper.load_checkpoint
 
     def start(self) -> Description:
         """Install the hooks and make the reference; nothing is moved.
@@ -110,7 +70,7 @@ class Worker:
         """
         spec = self.spec
         self._reference = make_reference(spec.reference, self.engine, spec.model, spec.label)
-        self._guard.install(dict.fromkeys((self.module, spec.model)), self.optimizer)
+        self._guard.install(dict.fromkeys((self.module, spec.model)), spec.optimizer)
         first, self._first = self._first, None  # type: ignore[assignment]
         self._mode = Mode.RESIDENT if first.placement[Component.PARAMS] is Tier.DEVICE else Mode.OFFLOADED
         notices = self._uncovered(first)
@@ -160,8 +120,8 @@ class Worker:
                 self.engine.mark_dirty()  # the outer mode stands all the same, and may be one in which anything writes
             raise
         self._after_move(request)
-        if live_dropped and self.step is not None:
-            self.step = None
+        if live_dropped:
+            self._trainer.step = None
         return TransitionReply(
             before=self._with_reference(before),
             placement=self._with_reference(report.placement),
@@ -194,13 +154,8 @@ class Worker:
             raise OpenStepError(
                 f"{label}: going to {mode} while gradients are live that no optimizer step has consumed",
                 (*facts, 'live_gradients="refuse"'),
-                f'{self._way_to_end_gradients()}, or OffloadConfig(live_gradients="preserve")',
+                f'{self._trainer.way_to_end_gradients()}, or OffloadConfig(live_gradients="preserve")',
             )
-
-    def _way_to_end_gradients(self) -> str:
-        if self.step is not None:
-            return "policy.open_step.commit()  # or .abort()"
-        return "optimizer.step()  # or optimizer.zero_grad()"
 
     def _drops(self, snapshot: Snapshot, target: Placement) -> bool:
         was = snapshot.placement[Component.GRADS]
@@ -241,9 +196,9 @@ class Worker:
             "host_held": self.engine.pool.held_bytes,
         }
 
-    def has_open_step(self) -> bool:
-        """Whether a train step is open."""
-        return self.step is not None
+    def set_flags(self, flags: Flags) -> None:
+        """What the configuration says of live gradients."""
+        self._trainer.discards = flags.live_gradients == "discard"
 
     # -- what hooks tell -----------------------------------------------------------------------------------------
 
@@ -262,19 +217,8 @@ class Worker:
         self._buffers_written = False
 
     def _stepped(self) -> None:
-        self.engine.stamps.consume(self._consumed_gradients())
+        self.engine.stamps.consume(self._trainer.consumed_gradients())
         self.engine.forget_snapshots()
-
-    def _consumed_gradients(self) -> Iterator[Tensor]:
-        """The gradients that the optimizer could see: of its parameters, and of the parameters they are masters of."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        parameters = [p for group in groups for p in group["params"]]
-        for parameter in (*parameters, *(p for p, _ in self.spec.masters)):
-            if parameter.grad is not None:
-                yield parameter.grad
-            for name, value in parameter.__dict__.items():
-                if isinstance(value, Tensor) and "grad" in name:
-                    yield value
 
     # -- compute -------------------------------------------------------------------------------------------------
 
@@ -326,306 +270,6 @@ class Worker:
         there = to_device(check_batch(batch, self.forward.named("generate()")), self.engine.device.torch_device)
         return CallResult(sample(self.spec.model, there, params, forward_fn=self.spec.forward_fn, stream=stream))
 
-    # -- training ------------------------------------------------------------------------------------------------
-
-    def train(self, batch: Any, loss_fn: Any, gbs: int | None, mbs: int | None, eval_mode: bool) -> CallResult:
-        """Optimizer steps over a batch, or its loss alone with ``eval_mode``.
-
-        Raises:
-            OpenStepError: Gradients are live that no step has consumed.
-            OptimizerStepError: ``optimizer.step()`` failed and was undone.
-            FaultedError: It failed and could not be undone.
-        """
-        checked = check_batch(batch, self.forward.named("train()"))
-        if eval_mode:
-            return CallResult(evaluate(self.forward, checked, loss_fn, gbs=gbs, mbs=mbs))
-        optimizer = self._need_optimizer("train()")
-        self._refuse_live_gradients("train()")
-        self._need_on_device("train()")
-        with self._accounted() as changed, self._undoing_failed_steps():
-            try:
-                value = train(
-                    self.forward,
-                    optimizer,
-                    checked,
-                    loss_fn,
-                    gbs=gbs,
-                    mbs=mbs,
-                    scheduler=self.spec.scheduler,
-                    max_grad_norm=self.spec.max_grad_norm,
-                    masters=self.spec.masters,
-                )
-            finally:
-                self._discard_gradients()
-        return CallResult(value, tuple(changed))
-
-    def _need_optimizer(self, call: str) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            label, facts = self.engine.explain()
-            raise UnsupportedError(
-                f"{label}: {call} needs an optimizer, and there is none", facts, "attach(model, optimizer)"
-            )
-        return self.optimizer
-
-    def _refuse_live_gradients(self, call: str) -> None:
-        label, facts = self.engine.explain()
-        if self.step is not None:
-            raise OpenStepError(
-                f"{label}: {call} while a train step is open",
-                facts,
-                self._way_to_end_gradients(),
-            )
-        live = self.engine.refresh().live_gradients
-        # Zeros left by zero_grad(set_to_none=False) are nobody's work; what is away cannot be looked at and counts.
-        away = bool(live) and bool(self.engine.away((Component.GRADS,)))
-        if (away or any(bool(torch.any(gradient)) for gradient in live)) and not self._discards:
-            raise OpenStepError(
-                f"{label}: {call} would zero gradients that no optimizer step has consumed",
-                (*facts, f"live gradients: {len(live)}, made by a loss.backward() outside this library"),
-                f'{self._way_to_end_gradients()}, or OffloadConfig(live_gradients="discard")',
-            )
-        self._discard_gradients()
-
-    _discards = False
-
-    def set_flags(self, flags: Flags) -> None:
-        """What the configuration says of live gradients."""
-        self._discards = flags.live_gradients == "discard"
-
-    def _discard_gradients(self) -> None:
-        """Drop every gradient, wherever its bytes are; a flat buffer behind live views is zeroed, or freed in place."""
-        if self.engine.away((Component.GRADS,)):
-            snapshot = self.engine.refresh()
-            self.engine.move(snapshot, snapshot.placement.evolve(**{Component.GRADS: Tier.NONE}))
-            return
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        self.module.zero_grad(set_to_none=True)
-        for _, master in self.spec.masters:
-            master.grad = None
-        left = list(self._consumed_gradients())
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for gradient in left:
-                gradient.zero_()
-        self.engine.stamps.consume(left)
-
-    def _need_on_device(self, call: str) -> None:
-        """Refuse to train while something it writes is away: RESIDENT leaves gradients and optimizer where they were."""
-        away = self.engine.away((Component.PARAMS, Component.BUFFERS, Component.GRADS, Component.OPTIMIZER))
-        if away:
-            label, facts = self.engine.explain()
-            names = ", ".join(name.upper() for name in away)
-            raise OffloadedAccessError(
-                f"{label}: {call} needs {names} on the device, but they are away",
-                facts,
-                f"with policy.training_mode(): policy.{call.replace('()', '(...)')}",
-            )
-
-    @contextmanager
-    def _accounted(self) -> Iterator[list[Changed]]:
-        """Collect which components' bytes appeared or vanished in the block; an error carries them as ``rl_changed``."""
-        before = {name: _present(tiers) for name, tiers in self.engine.nbytes.items()}
-        changed: list[Changed] = []
-        try:
-            yield changed
-        except Exception as error:
-            error.rl_changed = self._changed_since(before)  # type: ignore[attr-defined]
-            raise
-        changed += self._changed_since(before)
-
-    def _changed_since(self, before: Mapping[str, int]) -> list[Changed]:
-        after = self.engine.refresh()
-        return [
-            Changed(name, after.placement[name], nbytes)
-            for name, tiers in after.nbytes.items()
-            for nbytes in (_present(tiers),)
-            if nbytes != before.get(name, 0)
-        ]
-
-    @contextmanager
-    def _undoing_failed_steps(self) -> Iterator[None]:
-        """If ``optimizer.step()`` fails half-way, restore what it wrote from the host copies of entry."""
-        structure = OptimizerStructure.of(self.optimizer) if self.engine.snapshots_intact else None
-        try:
-            yield
-        except OptimizerStepFailed as failure:
-            self._undo_step(structure, failure.cause)
-
-    def _undo_step(self, structure: OptimizerStructure | None, cause: BaseException) -> None:
-        label, facts = self.engine.explain()
-        text = f"{type(cause).__name__}: {cause}"
-        if structure is not None and self.engine.snapshots_intact:
-            structure.put_back()
-            if self.engine.restore_snapshot(_WRITTEN_BY_A_STEP):
-                if not isinstance(cause, Exception):  # Ctrl-C stays what it is
-                    cause.add_note(f"{label}: optimizer.step() was undone: all is as it was before the step")
-                    raise cause
-                raise OptimizerStepError(
-                    f"{label}: optimizer.step() failed half-way",
-                    (*facts, "parameters and optimizer state were restored from the host copies made before the step"),
-                    "the same call again, once the cause is gone",
-                    text,
-                ) from cause
-        self._is_torn = True
-        raise FaultedError(
-            f"{label}: optimizer.step() failed half-way, and there is no host copy to restore from",
-            (*facts, "parameters and optimizer state may be part old, part new"),
-            "policy.load_checkpoint(path)  # or policy.recover(), where a checkpoint was saved or loaded before",
-            text,
-        ) from cause
-
-    def begin_step(self, global_valid_seqs: float | None, global_valid_tokens: float | None) -> CallResult:
-        """Open a train step.
-
-        Raises:
-            OpenStepError: One is open, or gradients of somebody else's backward are live.
-        """
-        optimizer = self._need_optimizer("begin_step()")
-        self._refuse_live_gradients("begin_step()")
-        self._need_on_device("begin_step()")
-        with self._accounted() as changed:
-            self.step = TrainStep(
-                self.forward,
-                optimizer,
-                scheduler=self.spec.scheduler,
-                max_grad_norm=self.spec.max_grad_norm,
-                masters=self.spec.masters,
-                global_valid_seqs=global_valid_seqs,
-                global_valid_tokens=global_valid_tokens,
-            )
-        return CallResult(None, tuple(changed))
-
-    def _open_step(self, call: str) -> TrainStep:
-        if self.step is None:
-            label, facts = self.engine.explain()
-            raise StepClosedError(f"{label}: {call} on a step that is not open", facts, "policy.begin_step()")
-        return self.step
-
-    def forward_backward(self, chunk: Any, loss_fn: Any, mbs: int | None) -> CallResult:
-        """Add the gradients of a chunk to the open step."""
-        step = self._open_step("forward_backward()")
-        checked = check_batch(chunk, self.forward.named("forward_backward()"))
-        with self._accounted() as changed:
-            try:
-                step.forward_backward(checked, loss_fn, mbs)
-            except BaseException:  # part of the chunk may be in the gradients: the step cannot go on
-                self._end_step()
-                raise
-        return CallResult(None, tuple(changed))
-
-    def commit(self) -> CallResult:
-        """Finish the open step with one optimizer step."""
-        step = self._open_step("commit()")
-        with self._accounted() as changed, self._undoing_failed_steps():
-            try:
-                value = step.commit()
-            finally:
-                self._end_step()
-        return CallResult(value, tuple(changed))
-
-    def _end_step(self) -> None:
-        self.step = None
-        self._discard_gradients()
-
-    def abort(self) -> CallResult:
-        """Discard the open step: gradients go, parameters and optimizer stay as they are."""
-        self._open_step("abort()")
-        with self._accounted() as changed:
-            self._end_step()
-        return CallResult(None, tuple(changed))
-
-    # -- reading and writing state ------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy on the CPU of what ``module.state_dict()`` holds, from whichever tier has the bytes."""
-        with self._guard.pause():
-            live = self.module.state_dict(keep_vars=True)
-        return {name: self._cpu_copy(value) if isinstance(value, Tensor) else value for name, value in live.items()}
-
-    def _cpu_copy(self, tensor: Tensor) -> Tensor:
-        return self.engine.readable(tensor).detach().to("cpu", copy=True)
-
-    def weight_names(self) -> list[str]:
-        """Names of the weights that :meth:`weights` gives, in order."""
-        return list(self._weights())
-
-    def _weights(self) -> dict[str, Tensor]:
-        with self._guard.pause():
-            live = self.module.state_dict(keep_vars=True)
-        return {name: value for name, value in live.items() if isinstance(value, Tensor)}
-
-    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The named weights, without a copy: device tensors, or views of the host copies while offloaded."""
-        live = self._weights()
-        return {name: self.engine.readable(live[name]) for name in names}
-
-    def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each weight."""
-        return {name: value.numel() * value.element_size() for name, value in self._weights().items()}
-
-    def _named_tensors(self) -> dict[str, Tensor]:
-        named: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
-        named.update(self.module.named_buffers(remove_duplicate=False))
-        return named
-
-    def _param_names(self) -> dict[int, str]:
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        for index, group in enumerate(groups):
-            for position, parameter in enumerate(group["params"]):
-                names.setdefault(id(parameter), f"param_groups[{index}][{position}]")
-        return names
-
-    def save_checkpoint(self, path: str) -> CallResult:
-        """Write parameters, buffers, optimizer and scheduler state; nothing is moved."""
-        start = time.perf_counter()
-        tensors = self._named_tensors()
-        for position, (_, master) in enumerate(self.spec.masters):
-            tensors[f"masters[{position}]"] = master
-        nbytes = files.save(
-            Path(path),
-            module_tensors=tensors,
-            optimizer=self.optimizer,
-            param_names=self._param_names(),
-            scheduler=self.spec.scheduler,
-            read=self.engine.readable,
-        )
-        self._last_checkpoint = str(path)
-        fields: dict[str, object] = {"path": str(path), "nbytes": nbytes, "seconds": time.perf_counter() - start}
-        return CallResult(None, notes=(("checkpoint.saved", fields),))
-
-    def load_checkpoint(self, path: str) -> CallResult:
-        """Read a checkpoint back, into whichever tier holds the bytes; nothing is changed unless all of it fits.
-
-        Raises:
-            CheckpointError: It is missing, damaged, or of another architecture.
-            OpenStepError: A step is open.
-        """
-        start = time.perf_counter()
-        self._refuse_live_gradients("load_checkpoint()")
-        checkpoint = files.open_checkpoint(Path(path))
-        tensors = self._named_tensors()
-        for position, (_, master) in enumerate(self.spec.masters):
-            tensors[f"masters[{position}]"] = master
-        names = self._param_names()
-        checkpoint.check(tensors, self.optimizer, names)
-        before = self.engine.refresh().placement
-        with self._accounted() as changed, self._guard.pause():
-            nbytes = checkpoint.apply(tensors, self.optimizer, names, self.spec.scheduler, self.engine.writable)
-            self.engine.forget_snapshots()
-            self._settle(before)
-        self._last_checkpoint = str(path)
-        fields: dict[str, object] = {"path": str(path), "nbytes": nbytes, "seconds": time.perf_counter() - start}
-        return CallResult(None, tuple(changed), notes=(("checkpoint.loaded", fields),))
-
-    def _settle(self, before: Placement) -> None:
-        """Optimizer state made by loading starts on the device; send it where the optimizer belongs."""
-        after = self.engine.refresh()
-        home = before[Component.OPTIMIZER]
-        if home is Tier.NONE:
-            home = Tier.HOST if before[Component.PARAMS] is Tier.HOST else Tier.DEVICE
-        self.engine.move(after, after.placement.evolve(**{Component.OPTIMIZER: home}))
-
     # -- forwards of the user's own ------------------------------------------------------------------------------------
 
     def forward_mode(self, mode: Mode, *, trusting_root: bool) -> Any | None:
@@ -657,15 +301,14 @@ class Worker:
             FaultedError: Weights may be part old, part new, and there is no checkpoint.
             CheckpointError: The checkpoint cannot be loaded.
         """
-        self.step = None
-        self._discard_gradients()
+        self._trainer.end_step()
         self.engine.settle()
-        path = path or (self._last_checkpoint if self._is_torn else None)
+        path = path or (self._keeper.last_checkpoint if self._trainer.is_torn else None)
         if path is not None:
             self.load_checkpoint(path)
-            self._is_torn = False
+            self._trainer.is_torn = False
             return f"checkpoint {path}"
-        if self._is_torn:
+        if self._trainer.is_torn:
             label, facts = self.engine.explain()
             raise FaultedError(
                 f"{label}: recover() without a checkpoint",
@@ -691,11 +334,6 @@ class Worker:
         if self._reference is not None:
             self._reference.close()
         self.engine.pool.trim()
-
-
-def _present(tiers: Mapping[Tier, int]) -> int:
-    """Bytes that exist: what was freed in place has none until it comes back."""
-    return sum(nbytes for tier, nbytes in tiers.items() if tier is not Tier.NONE)
 
 
 def _notes(swaps: Sequence[Swap]) -> tuple[tuple[str, dict[str, object]], ...]:

@@ -66,9 +66,7 @@ def sample(cls: type[Event], *, optional: bool) -> Event:
 
 @pytest.mark.parametrize("optional", [True, False], ids=["set", "none"])
 @pytest.mark.parametrize("name", sorted(EVENTS))
-def test_every_event_comes_back_from_the_file_as_it_went_in(
-    tmp_path: Path, name: str, *, optional: bool
-) -> None:
+def test_every_event_comes_back_from_the_file_as_it_went_in(tmp_path: Path, name: str, *, optional: bool) -> None:
     event = sample(EVENTS[name], optional=optional)
     with AuditLog(tmp_path / "run.jsonl", run_id="r1") as log:
         log.write(event, policy="actor", scope_id=3, transition_id=7, step=1)

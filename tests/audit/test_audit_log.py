@@ -84,9 +84,7 @@ def test_a_line_has_the_whole_envelope_in_order_and_the_fields_flat_beside_it(pa
     assert line["step"] is None
 
 
-def test_each_event_is_exactly_one_write_and_is_in_the_file_when_write_returns(
-    path: Path, writes: Writes
-) -> None:
+def test_each_event_is_exactly_one_write_and_is_in_the_file_when_write_returns(path: Path, writes: Writes) -> None:
     log = AuditLog(path)
     for n in range(1, 4):
         log.write(EVENT)
@@ -201,9 +199,7 @@ def test_a_write_after_close_does_not_go_to_the_next_file_that_got_the_descripto
     assert other.read_bytes() == b""
 
 
-def test_a_log_without_a_path_numbers_and_calls_processors_and_touches_no_file(
-    tmp_path: Path, writes: Writes
-) -> None:
+def test_a_log_without_a_path_numbers_and_calls_processors_and_touches_no_file(tmp_path: Path, writes: Writes) -> None:
     seen: list[Any] = []
 
     def watch(_logger: Any, _method: str, record: Any) -> Any:
@@ -257,9 +253,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("lock", ["free", "locked"])
-def test_a_forked_child_neither_writes_to_the_file_nor_waits_for_a_lock_it_inherited(
-    path: Path, lock: str
-) -> None:
+def test_a_forked_child_neither_writes_to_the_file_nor_waits_for_a_lock_it_inherited(path: Path, lock: str) -> None:
     # In a process of its own: forking one with threads is exactly what is tested, and warned about.
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(path), lock]
@@ -322,9 +316,7 @@ def test_a_line_cut_short_by_a_full_disk_does_not_spoil_the_next(path: Path, wri
     assert (reader.skipped, reader.torn) == (1, 0)
 
 
-def test_an_interrupt_inside_a_write_leaves_the_log_usable(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_inside_a_write_leaves_the_log_usable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = AuditLog(path)
     write = os.write
 

@@ -227,9 +227,7 @@ def test_values_are_checked_and_never_coerced(path: Path, change: dict[str, Any]
 
 
 def test_a_nan_that_json_could_not_hold_comes_back_as_nan(path: Path) -> None:
-    moved = ComponentMoved(
-        component="params", from_tier="host", to_tier="device", nbytes=1, seconds=float("nan")
-    )
+    moved = ComponentMoved(component="params", from_tier="host", to_tier="device", nbytes=1, seconds=float("nan"))
     with AuditLog(path) as log:
         log.write(moved)
     (record,) = read_audit(path)

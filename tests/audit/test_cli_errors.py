@@ -126,3 +126,30 @@ def test_the_commands_load_neither_torch_nor_ray_nor_what_they_do_not_need(whole
         [sys.executable, "-c", program, "summary", str(whole_run)], capture_output=True, text=True, check=True
     )
     assert result.stderr.strip() == ""
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "diff"])
+def test_absurd_values_of_a_damaged_log_are_survived(command: str, fake_run, tmp_path: Path) -> None:  # noqa: ANN001
+    fake_run.open("actor", "\N{SNOWMAN}" * 10_000)
+    scopes = [fake_run.new_scope() for _ in range(3000)]
+    for depth, scope in enumerate(scopes):
+        fake_run.enter("actor", scope, "training", "training", depth)
+    fake_run.write("call.finished", policy="actor", method="train", mode=None, seconds=1e300, error=7, changed={"a": 1})
+    for nbytes in (2**63, -5, None, "many"):
+        ids = {"policy": "actor", "scope_id": scopes[-1], "transition_id": 1}
+        fake_run.write("transition.started", **ids, from_mode=[], to_mode=None, reason={"why": 1})
+        fake_run.write(
+            "component.moved", **ids, component=3, from_tier="moon", to_tier="device", nbytes=nbytes, seconds=-1e300
+        )
+        fake_run.write("transition.committed", **ids, seconds="long", bytes_moved=nbytes, bytes_elided=2**64 - 1)
+    fake_run.write(
+        "policy.created", policy="critic", mode="odd", placement={"params": "moon"}, nbytes={"params": 2**62}
+    )
+    fake_run.write("later.event", policy="critic", seconds=-1e300, nbytes=2**64 - 1)
+    path = fake_run.save()
+    extra = (
+        [str(path)] if command == "diff" else ["-o", str(tmp_path / "out")] if command in {"timeline", "trace"} else []
+    )
+    result = CliRunner().invoke(_app, ["audit", command, str(path), *extra])
+    assert result.exit_code in {0, 1}, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)

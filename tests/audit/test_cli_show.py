@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,36 @@ def test_follow_prints_what_is_written_later_and_ends_with_the_session(fake_run)
         assert process.wait(60) == 0
     assert output.count("\N{BLACK LEFT-POINTING SMALL TRIANGLE} training") == 2
     assert "session.closed" in output.splitlines()[-1]
+
+
+def test_scopes_whose_ends_are_lost_do_not_nest_those_that_follow(fake_run) -> None:  # noqa: ANN001
+    fake_run.open("actor")
+    for step in range(3):
+        fake_run.training_step(step, num_ranks=1)
+    path = fake_run.save()
+    path.write_bytes(
+        b"".join(line for line in path.read_bytes().splitlines(keepends=True) if b"scope.exited" not in line)
+    )
+    output = show(path, "--step", 2)
+    assert names(output)[1:5] == ["training", "├─ offloaded → training", "├─ train()", "├─ logprob"]
+    assert "unfinished" in output
+
+
+def test_an_interrupt_ends_following_quietly(fake_run) -> None:  # noqa: ANN001
+    fake_run.open("actor")
+    command = [
+        sys.executable,
+        "-c",
+        "from rl_session.cli import main; main()",
+        "audit",
+        "show",
+        "-f",
+        str(fake_run.save()),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0

@@ -119,8 +119,8 @@ def test_lines_that_cannot_be_read_are_counted_on_stderr(whole_run: Path) -> Non
     assert result.exit_code == 0
     assert json.loads(result.stdout)["skipped"] == 1
     assert result.stderr.splitlines() == [
-        "warning: 1 file ends in half a line, as after a crash",
-        "warning: 1 line is no record, and skipped",
+        f"warning: {whole_run}: 1 file ends in half a line, as after a crash",
+        f"warning: {whole_run}: 1 line is no record, and skipped",
     ]
 
 

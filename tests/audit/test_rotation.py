@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_file_is_moved_aside_before_it_would_grow_over_the_limit_and_numbers_go_on(path: Path) -> None:
     write(path, 100, rotate_nbytes=2000)
-    parts = find_parts(path)
+    parts = [part for _, part in find_parts(path)]
     assert len(parts) > 10
     assert [part.name for part in parts[:2]] == ["run.jsonl.part-1", "run.jsonl.part-2"]
     assert parts[-1].name == f"run.jsonl.part-{len(parts)}", "ten comes after nine"
@@ -93,7 +93,7 @@ def test_parts_whose_last_file_is_missing_are_read(path: Path) -> None:
 
 def test_a_damaged_part_does_not_hide_the_rest(path: Path) -> None:
     log = write(path, 20, rotate_nbytes=2000)
-    find_parts(path)[0].write_bytes(b"damaged\n")
+    find_parts(path)[0][1].write_bytes(b"damaged\n")
     reader = read_audit(path)
     assert reader.run_id == log.run_id
     assert [record.seq for record in reader][-1] == 19
@@ -178,7 +178,8 @@ def test_a_missing_log_is_still_refused(path: Path) -> None:
 
 def test_moved_events_survive_rotation_bit_for_bit(path: Path) -> None:
     events = [
-        ComponentMoved(component="params", from_tier="host", to_tier="device", nbytes=n, seconds=n / 7) for n in range(30)
+        ComponentMoved(component="params", from_tier="host", to_tier="device", nbytes=n, seconds=n / 7)
+        for n in range(30)
     ]
     with AuditLog(path, rotate_nbytes=1000) as log:
         for event in events:

@@ -99,5 +99,8 @@ def test_fields_that_a_processor_added_fit_and_an_unknown_event_does_not(validat
 
 def test_every_definition_is_described() -> None:
     for name, definition in schema()["$defs"].items():
-        texts = [definition.get("description", "x"), *(f.get("description", "x") for f in definition["properties"].values())]
+        texts = [
+            definition.get("description", "x"),
+            *(f.get("description", "x") for f in definition["properties"].values()),
+        ]
         assert all(texts), name

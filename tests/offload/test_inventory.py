@@ -111,7 +111,7 @@ def test_looking_never_grows_the_state_of_the_optimizer(make: Make) -> None:
 
 def test_tied_parameters_and_transposed_views_are_one_storage(make: Make) -> None:
     world = make()
-    found = scan(world.engine.sources)
+    found = scan(world.engine.ledger.sources)
     tied = [f for f in found.storages.values() if f.name == "embed.weight"]
     assert len(tied) == 1
     assert len(tied[0].aliases) == 1
@@ -130,7 +130,7 @@ def test_gradients_of_every_kind_are_found(make: Make) -> None:
     world = make(masters=[master])
     world.backward()
     world.module.body.weight.main_grad = torch.zeros(4, 4)
-    sources = world.engine.sources
+    sources = world.engine.ledger.sources
     assert names(sources, Component.GRADS) == {
         *("embed.weight.grad", "body.weight.grad", "body.bias.grad", "body.weight.main_grad", "masters[0].grad")
     }
@@ -140,9 +140,9 @@ def test_gradients_of_every_kind_are_found(make: Make) -> None:
 def test_extras_and_a_reference_module_are_components_of_their_own(make: Make) -> None:
     ema = {"weights": [torch.ones(3)]}
     world = make(reference=nn.Linear(2, 2), extras={"ema": ema, "critic": nn.BatchNorm1d(2)})
-    assert names(world.engine.sources, "ema") == {"ema['weights'][0]"}
-    assert "critic.running_mean" in names(world.engine.sources, "critic")
-    assert names(world.engine.sources, Component.REFERENCE) == {"reference.weight", "reference.bias"}
+    assert names(world.engine.ledger.sources, "ema") == {"ema['weights'][0]"}
+    assert "critic.running_mean" in names(world.engine.ledger.sources, "critic")
+    assert names(world.engine.ledger.sources, Component.REFERENCE) == {"reference.weight", "reference.bias"}
     world.to(Tier.HOST, ema=Tier.DEVICE)
     assert ema["weights"][0].tolist() == [1.0] * 3, "an extra has a tier of its own"
     assert world.engine.placement["critic"] is Tier.HOST

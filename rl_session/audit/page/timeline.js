@@ -109,7 +109,7 @@
   trouble.sort((a, b) => rows[a[0]].t0[a[1]] - rows[b[0]].t0[b[1]]);
   // A scope that failed because of what is inside it is no trouble of its own.
   const isEcho = ([r, i]) => rows[r].kind === "scope" && trouble.some(([q, k]) => rows[q].kind !== "scope" && rows[q].lane === rows[r].lane
-    && rows[q].t0[k] >= rows[r].t0[i] && rows[q].t1[k] <= rows[r].t1[i] && rows[q].flags[k] === rows[r].flags[i]);
+    && rows[q].t0[k] >= rows[r].t0[i] && rows[q].t1[k] <= rows[r].t1[i] && rows[q].flags[k] & rows[r].flags[i]);
   trouble.splice(0, trouble.length, ...trouble.filter((item) => !isEcho(item)));
   // Policies may move at the same time: what counts is how long anything did.
   movingSpans.sort((a, b) => a[0] - b[0]);

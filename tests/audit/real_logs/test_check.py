@@ -340,34 +340,24 @@ def test_a_lost_rank_need_not_have_a_file(tmp_path: Path) -> None:
 
 def naive_open(lines: list[Line]) -> set[tuple[str, Any]]:
     """What has begun and not ended, worked out without the library."""
-    left: set[tuple[str, Any]] = set()
+    left: dict[tuple[str, Any], bool] = {}
     for r in lines:
-        event, policy = r["event"], r["policy"]
-        if event == "session.opened":
-            left.add(("session", None))
-        elif event == "policy.created":
-            left.add(("policy", policy))
-        elif event == "scope.entered":
-            left.add(("scope", r["scope_id"]))
-        elif event == "scope.exited":
-            left.discard(("scope", r["scope_id"]))
-        elif event == "transition.started":
-            left.add(("transition", r["transition_id"]))
-        elif event.startswith("transition."):
-            left.discard(("transition", r["transition_id"]))
-        elif event == "step.opened":
-            left.add(("step", policy))
-        elif event in ("step.committed", "step.aborted"):
-            left.discard(("step", policy))
-        elif event == "reference.swapped":
-            left.add(("call", "get_reference_policy_logprobs"))
-        elif event == "call.finished":
-            left.discard(("call", "get_reference_policy_logprobs"))
-        elif event == "policy.closed":
-            left = {item for item in left if item[0] == "session"}
-        elif event == "session.closed":
-            left.clear()
-    return left
+        kind, _, what = r["event"].partition(".")
+        reference = ("call", "get_reference_policy_logprobs")
+        key = {
+            "session": ("session", None),
+            "policy": ("policy", r["policy"]),
+            "scope": ("scope", r["scope_id"]),
+            "transition": ("transition", r["transition_id"]),
+            "step": ("step", r["policy"]),
+            "reference": reference,
+            "call": reference,
+        }.get(kind)
+        if key is None:
+            continue
+        begins = what in ("opened", "created", "entered", "started", "swapped")
+        left.update({key: True}) if begins else left.pop(key, None)
+    return set(left)
 
 
 def named(result: CheckResult) -> set[tuple[str, Any]]:
@@ -429,7 +419,9 @@ def test_findings_are_counted_and_their_list_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with AuditLog(path) as log:
         for n in range(3000):
-            log.write(events.ScopeExited(mode="training", restored_mode="training", seconds=0.0), policy="a", scope_id=n)
+            log.write(
+                events.ScopeExited(mode="training", restored_mode="training", seconds=0.0), policy="a", scope_id=n
+            )
     result = check(path)
     assert len(result.findings) == 1000
     assert result.num_findings > 3000

@@ -1,0 +1,124 @@
+"""State of one rank that leaves and comes back: weights and checkpoints, from whichever tier holds the bytes.
+
+Knows nothing of modes; the driver judged the call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from rl_session.lifecycle import Component, Placement, Tier
+from rl_session.offload.engine import Engine
+from rl_session.offload.guard import Guard
+from rl_session.workers import checkpoint as files
+from rl_session.workers.replies import CallResult
+from rl_session.workers.spec import WorkerSpec
+from rl_session.workers.trainer import Trainer
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Reads and writes the state of one rank.
+
+    Args:
+        spec: What the rank is made of.
+        engine: Its engine.
+        guard: Its guard, which lets the library itself through.
+        trainer: Knows of open steps and live gradients.
+    """
+
+    def __init__(self, spec: WorkerSpec, engine: Engine, guard: Guard, trainer: Trainer) -> None:
+        self.spec = spec
+        self.engine = engine
+        self.guard = guard
+        self.trainer = trainer
+        self.last_checkpoint: str | None = None
+        """The checkpoint that was saved or loaded last."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy on the CPU of what ``module.state_dict()`` holds, from whichever tier has the bytes."""
+        with self.guard.pause():
+            live = self.spec.module.state_dict(keep_vars=True)
+        return {name: self._cpu_copy(value) if isinstance(value, Tensor) else value for name, value in live.items()}
+
+    def _cpu_copy(self, tensor: Tensor) -> Tensor:
+        return self.engine.readable(tensor).detach().to("cpu", copy=True)
+
+    def _weights(self) -> dict[str, Tensor]:
+        with self.guard.pause():
+            live = self.spec.module.state_dict(keep_vars=True)
+        return {name: value for name, value in live.items() if isinstance(value, Tensor)}
+
+    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The named weights, without a copy: device tensors, or views of the host copies while offloaded."""
+        live = self._weights()
+        return {name: self.engine.readable(live[name]) for name in names}
+
+    def weight_sizes(self) -> dict[str, int]:
+        """Bytes of each weight."""
+        return {name: value.numel() * value.element_size() for name, value in self._weights().items()}
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = dict(self.spec.module.named_parameters(remove_duplicate=False))
+        named.update(self.spec.module.named_buffers(remove_duplicate=False))
+        named.update({f"masters[{position}]": master for position, (_, master) in enumerate(self.spec.masters)})
+        return named
+
+    def _param_names(self) -> dict[int, str]:
+        names = {id(p): name for name, p in self.spec.module.named_parameters()}
+        groups = self.spec.optimizer.param_groups if self.spec.optimizer is not None else []
+        for index, group in enumerate(groups):
+            for position, parameter in enumerate(group["params"]):
+                names.setdefault(id(parameter), f"param_groups[{index}][{position}]")
+        return names
+
+    def save_checkpoint(self, path: str) -> CallResult:
+        """Write parameters, buffers, optimizer and scheduler state; nothing is moved."""
+        start = time.perf_counter()
+        tensors = self._named_tensors()
+        nbytes = files.save(
+            Path(path),
+            module_tensors=tensors,
+            optimizer=self.spec.optimizer,
+            param_names=self._param_names(),
+            scheduler=self.spec.scheduler,
+            read=self.engine.readable,
+        )
+        self.last_checkpoint = str(path)
+        fields: dict[str, object] = {"path": str(path), "nbytes": nbytes, "seconds": time.perf_counter() - start}
+        return CallResult(None, notes=(("checkpoint.saved", fields),))
+
+    def load_checkpoint(self, path: str) -> CallResult:
+        """Read a checkpoint back, into whichever tier holds the bytes; nothing is changed unless all of it fits.
+
+        Raises:
+            CheckpointError: It is missing, damaged, or of another architecture.
+            OpenStepError: A step is open.
+        """
+        start = time.perf_counter()
+        self.trainer.refuse_live_gradients("load_checkpoint()")
+        checkpoint = files.open_checkpoint(Path(path))
+        tensors = self._named_tensors()
+        names = self._param_names()
+        checkpoint.check(tensors, self.spec.optimizer, names)
+        before = self.engine.refresh().placement
+        with self.trainer.accounted() as changed, self.guard.pause():
+            nbytes = checkpoint.apply(tensors, self.spec.optimizer, names, self.spec.scheduler, self.engine.writable)
+            self.engine.forget_snapshots()
+            self._settle(before)
+        self.last_checkpoint = str(path)
+        fields: dict[str, object] = {"path": str(path), "nbytes": nbytes, "seconds": time.perf_counter() - start}
+        return CallResult(None, tuple(changed), notes=(("checkpoint.loaded", fields),))
+
+    def _settle(self, before: Placement) -> None:
+        """Optimizer state made by loading starts on the device; send it where the optimizer belongs."""
+        after = self.engine.refresh()
+        home = before[Component.OPTIMIZER]
+        if home is Tier.NONE:
+            home = Tier.HOST if before[Component.PARAMS] is Tier.HOST else Tier.DEVICE
+        self.engine.move(after, after.placement.evolve(**{Component.OPTIMIZER: home}))
