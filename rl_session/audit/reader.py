@@ -30,6 +30,7 @@ _CHUNK_NBYTES = 64 * 2**10
 _PROBE_LINES = 64
 # How many places of lines that are no record are remembered, for messages.
 _MAX_PLACES = 1000
+_EMPTY = "it is empty"
 
 
 @attrs.frozen
@@ -97,8 +98,8 @@ class AuditReader:
         self.path = Path(path)
         try:
             self.run_id = _run_id_of(self.path)
-        except _EmptyError:
-            if not follow:
+        except AuditError as error:
+            if not follow or error.facts != (_EMPTY,):
                 raise
         self.paths = (self.path, *self._siblings())
 
@@ -338,7 +339,7 @@ class _Stream:
             if lines_seen >= _PROBE_LINES or len(rest) > _MAX_LINE_NBYTES:
                 break
         if not self._head:
-            raise _EmptyError(*_refusal(Path("-"), "it is empty").args)
+            raise _refusal(Path("-"), _EMPTY)
         fields = loads_or_none(b"".join(self._head))  # one record without a newline
         if fields is not None:
             return str(fields["run_id"])
@@ -401,7 +402,9 @@ def _open_next(path: Path, number: int) -> tuple[IO[bytes], Path, int] | None:
             return _open(part[1]), part[1], part[0] + 1
         try:
             file = _open(path)
-        except _MissingError:
+        except AuditError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
             if _part_from(path, number) is not None:  # it was moved aside in this very moment
                 continue
             if number == 0:
@@ -437,17 +440,9 @@ def _open(path: Path) -> IO[bytes]:
             raise _refusal(path, "it is a directory" if path.is_dir() else "it is not a regular file")
         return path.open("rb", buffering=0)
     except FileNotFoundError as error:
-        raise _MissingError(*_refusal(path, "there is no such file").args) from error
+        raise _refusal(path, "there is no such file") from error
     except OSError as error:
         raise _refusal(path, f"it cannot be read: {error.strerror or error}") from error
-
-
-class _EmptyError(AuditError):
-    """There is nothing in it, yet."""
-
-
-class _MissingError(AuditError):
-    """There is no such file."""
 
 
 def _run_id_of(path: Path) -> str:
@@ -469,7 +464,7 @@ def _run_id_of(path: Path) -> str:
 def _first_run_id(file: IO[bytes], path: Path) -> str:
     head = file.read(_CHUNK_NBYTES)
     if not head:
-        raise _EmptyError(*_refusal(path, "it is empty").args)
+        raise _refusal(path, _EMPTY)
     # Asked first so that a huge binary file is not searched for newlines. Of the first line only: after a
     # power failure a log may well end in zeros.
     if b"\0" in head.partition(b"\n")[0]:

@@ -121,7 +121,7 @@ def test_tied_parameters_and_transposed_views_are_one_storage(make: Make) -> Non
 
 
 def test_buffers_are_found_whether_they_persist_or_not(make: Make) -> None:
-    assert names(make().engine.sources, Component.BUFFERS) == {"scale", "table", "flipped"}
+    assert names(make().engine.ledger.sources, Component.BUFFERS) == {"scale", "table", "flipped"}
 
 
 def test_gradients_of_every_kind_are_found(make: Make) -> None:
