@@ -10,7 +10,7 @@ import attrs
 from rl_session.errors import ConfigError
 from rl_session.lifecycle import Flags, LiveGradients, Release
 
-__all__ = ["OffloadConfig", "Verify", "check_choice"]
+__all__ = ["OffloadConfig", "Verify", "check_budget", "check_choice"]
 
 Verify = Literal["off", "checksum"]
 
@@ -51,13 +51,22 @@ def _boolean(instance: Any, attribute: Any, value: Any) -> None:
         )
 
 
-def _budget(instance: Any, attribute: Any, value: Any) -> None:
+def check_budget(owner: str, field: str, value: object) -> None:
+    """Reject what is neither a number of bytes nor None.
+
+    Raises:
+        ConfigError: It is not; the message names the owner and the field.
+    """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise ConfigError(
-            f"{type(instance).__name__}: {attribute.name}={value!r} must be a number of bytes, or None for no limit",
+            f"{owner}: {field}={value!r} must be a number of bytes, or None for no limit",
             (),
-            f"{type(instance).__name__}({attribute.name}=8 * 2**30)",
+            f"{owner}({field}=8 * 2**30)",
         )
+
+
+def _budget(instance: Any, attribute: Any, value: Any) -> None:
+    check_budget(type(instance).__name__, attribute.name, value)
 
 
 @attrs.frozen(kw_only=True)

@@ -272,6 +272,8 @@ class Flags:
     offload_optimizer_for_logprob: bool = False
     offload_optimizer_for_refit: bool = True
     live_gradients: LiveGradients = "preserve"
+    pinned: frozenset[str] = frozenset()
+    """Components that stay on the device whatever the mode says."""
     weights_move: bool = True
     """False when something else owns the placement of the parameters (``cpu_offload``): only BUFFERS move then."""
 
@@ -385,7 +387,8 @@ def _permitted(wanted: dict[str, Tier], facts: Facts, flags: Flags) -> Placement
         now = facts.placement[name]
         owned_elsewhere = not flags.weights_move and name != Component.BUFFERS
         absent = now is Tier.NONE and name not in facts.freed_in_place
-        if absent or owned_elsewhere or flags.release == "never":
+        is_pinned = name in flags.pinned and now is Tier.DEVICE
+        if absent or owned_elsewhere or is_pinned or flags.release == "never":
             result[name] = now
         elif flags.release == "lazy":
             result[name] = max(tier, now, key=lambda t: t.height)

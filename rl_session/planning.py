@@ -15,7 +15,7 @@ import attrs
 
 from rl_session.lifecycle import Placement, Tier
 
-__all__ = ["Move", "Moved", "Plan", "StorageFacts", "plan", "summarise"]
+__all__ = ["Holding", "Move", "Moved", "Plan", "StorageFacts", "choose_evictions", "plan", "summarise"]
 
 
 class StorageFacts(NamedTuple):
@@ -147,3 +147,45 @@ def summarise(moves: Iterable[Move]) -> tuple[Moved, ...]:
         Moved(component, from_tier, to_tier, total, count[component, from_tier, to_tier, elided], elided)
         for (component, from_tier, to_tier, elided), total in nbytes.items()
     )
+
+
+class Holding(NamedTuple):
+    """A component that a participant has on a device, as far as making room goes.
+
+    Attributes:
+        participant: Whose it is.
+        component: Which one.
+        nbytes: Device memory that evicting it frees.
+        dirty_nbytes: How much of that must be copied out first.
+        last_used: When the participant was used last, on a clock all participants share.
+        releasable: Whether it may leave: neither needed where the participant is, nor pinned, nor busy.
+        disposable: Whether it is gradients that a step has consumed, which are dropped and not copied.
+    """
+
+    participant: str
+    component: str
+    nbytes: int
+    dirty_nbytes: int
+    last_used: int
+    releasable: bool
+    disposable: bool
+
+
+def choose_evictions(needed: int, holdings: Sequence[Holding]) -> tuple[Holding, ...] | None:
+    """Which components leave so that ``needed`` more bytes fit; None when all that may leave is not enough.
+
+    Whole components leave: disposable gradients first, then those of the participant that was used least recently, and of
+    one participant the clean before the dirty. Nothing leaves beyond what is needed.
+    """
+    candidates = sorted(
+        (holding for holding in holdings if holding.releasable and holding.nbytes),
+        key=lambda h: (not h.disposable, h.last_used, h.dirty_nbytes > 0, h.dirty_nbytes),
+    )
+    chosen: list[Holding] = []
+    freed = 0
+    for holding in candidates:
+        if freed >= needed:
+            break
+        chosen.append(holding)
+        freed += holding.nbytes
+    return tuple(chosen) if freed >= needed else None

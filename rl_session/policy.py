@@ -269,6 +269,28 @@ class TrainableModel:
             raise ConfigError(f"register({name!r}): that component exists", (), 'policy.register("ema", ema_model)')
         self._control.ask("register_extra", name, value)
 
+    def pin(self, *components: Component | str) -> None:
+        """Keep components on the device whatever mode comes: they neither leave at an exit nor are evicted.
+
+        Args:
+            *components: Which; parameters and buffers by default.
+
+        Raises:
+            ConfigError: There is no such component.
+        """
+        self._control.pin(components or (Component.PARAMS, Component.BUFFERS), on=True)
+
+    def unpin(self, *components: Component | str) -> None:
+        """Undo :meth:`pin`; they leave at the next transition that wants them away.
+
+        Args:
+            *components: Which; every pinned one by default.
+
+        Raises:
+            ConfigError: There is no such component.
+        """
+        self._control.pin(components or tuple(self._control.flags.pinned), on=False)
+
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
         """Call ``hook(module)`` whenever bytes leave the device, to free what no component owns.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_session.audit import AuditLog, events
-from rl_session.config import OffloadConfig, Verify, check_choice
+from rl_session.config import OffloadConfig, Verify, check_budget, check_choice
 from rl_session.driver.control import Control
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import ClosedError, ConfigError, OptimizerError, RLSessionError, UnsupportedError
@@ -39,6 +39,8 @@ class Session:
 
     Args:
         audit_path: Where the log goes, a ``.jsonl`` file; None for nowhere. A file with something in it is rotated.
+        device_budget: The most bytes that all participants together may hold on a device. None: an emulated device's capacity,
+            or on CUDA what is free when the first participant comes, less 5%.
         host_budget: The most bytes of host memory all participants together may hold; None for no limit.
         release: When bytes leave the device: "eager" (default), "lazy" or "never".
         verify: "checksum" compares contents at every move; "off" by default.
@@ -52,6 +54,7 @@ class Session:
         self,
         audit_path: str | PathLike[str] | None = None,
         *,
+        device_budget: int | None = None,
         host_budget: int | None = None,
         release: Release | None = None,
         verify: Verify | None = None,
@@ -60,7 +63,8 @@ class Session:
             check_choice("Session", "release", release, ("eager", "lazy", "never"))
         if verify is not None:
             check_choice("Session", "verify", verify, ("off", "checksum"))
-        OffloadConfig(host_budget=host_budget)  # the same check, and the same message
+        check_budget("Session", "device_budget", device_budget)
+        check_budget("Session", "host_budget", host_budget)
         self._is_implicit = False
         self._opened_at = time.perf_counter()
         self._closed = False
@@ -68,10 +72,14 @@ class Session:
         self._devices: dict[str, Device] = {}
         log = AuditLog(audit_path)
         pool = HostPool(host_budget, self._warn)
-        self._run = Run(log, pool, release=release or "eager", verify=verify or "off")
+        self._run = Run(log, pool, release=release or "eager", verify=verify or "off", device_budget=device_budget)
         log.write(
             events.SessionOpened(
-                host_budget=host_budget, release=self._run.release, verify=self._run.verify, versions=_versions()
+                device_budget=device_budget,
+                host_budget=host_budget,
+                release=self._run.release,
+                verify=self._run.verify,
+                versions=_versions(),
             )
         )
 
@@ -157,8 +165,9 @@ class Session:
         worker.set_flags(flags)
         first = worker.start()
         resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
-        control = Control(name, kind._kind, LocalGroup(worker), self._run, flags, first, resting)  # noqa: SLF001
+        control = Control(name, kind._kind, LocalGroup(worker), self._run, flags, first, resting, where)  # noqa: SLF001
         participant = kind(control, where, self._forget)
+        self._run.arbiter.join(control)
         self._participants.append(participant)
         return participant
 
@@ -172,6 +181,7 @@ class Session:
     def _forget(self, participant: TrainableModel) -> None:
         if participant in self._participants:
             self._participants.remove(participant)
+            self._run.arbiter.part(participant._control)  # noqa: SLF001 (the session made it)
         if self._is_implicit and not self._participants:
             self.close()
 
@@ -197,6 +207,53 @@ class Session:
             yield
         finally:
             self._run.step = outer
+
+    def make_room(self, nbytes: int, *, device: Device | None = None) -> None:
+        """Evict what is releasable until ``nbytes`` more fit: least recently used first, clean before dirty.
+
+        Args:
+            nbytes: How many bytes must be free afterwards.
+            device: On which device; by default on every one of this session's.
+
+        Raises:
+            DeviceMemoryError: They do not fit even if everything releasable leaves; nothing was moved, and the message says
+                who holds the bytes.
+            ClosedError: The session was closed.
+        """
+        self._check_open(f"make_room({nbytes})")
+        check_budget("make_room", "nbytes", nbytes)
+        devices = (
+            [device] if device is not None else list({id(p.device): p.device for p in self._participants}.values())
+        )
+        for each in devices:
+            self._run.arbiter.make_room(each, nbytes)
+
+    def memory(self) -> dict[str, Any]:
+        """Who holds what, where.
+
+        Returns:
+            ``participants``: name to what :meth:`Policy.memory` gives, and ``releasable``: component to bytes that may be
+            evicted; ``devices``: a list of ``budget`` (None: no limit) and ``in_use``; ``host_in_use`` and
+            ``host_held`` of the shared pool.
+
+        Raises:
+            ClosedError: The session was closed.
+        """
+        self._check_open("memory()")
+        participants = {}
+        for participant in self._participants:
+            held = participant._control.holdings()  # noqa: SLF001
+            releasable = {h.component: h.nbytes for h in held if h.releasable}
+            participants[participant.name] = {**participant.memory(), "releasable": releasable}
+        return {
+            "participants": participants,
+            "devices": [
+                {"device": repr(device), **self._run.arbiter.usage(device)}
+                for device in {id(p.device): p.device for p in self._participants}.values()
+            ],
+            "host_in_use": self._run.pool.in_use_bytes,
+            "host_held": self._run.pool.held_bytes,
+        }
 
     def close(self) -> None:
         """Close every participant, last attached first, and the log. Goes on after an error and raises the first.

@@ -263,6 +263,9 @@ class Replay:
         if placement is not None and nbytes is not None:
             policy.components = _components(placement, nbytes)
             policy.unsure.clear()
+        elif "grads" in policy.components:  # a recovery discards them
+            policy.components["grads"] = {}
+            policy.unsure.discard("grads")
 
     # -- scopes --------------------------------------------------------------------------------------------------
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import attrs
 
 from rl_session.audit import events
+from rl_session.driver.arbiter import Wish
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
 from rl_session.driver.ownership import Ownership, Token
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import (
     ClosedError,
+    ConfigError,
     FaultedError,
     ModeError,
     NestingError,
@@ -42,6 +44,8 @@ from rl_session.lifecycle import (
     modes_allowing,
     scope_to_write,
 )
+from rl_session.offload.device import Device
+from rl_session.planning import Holding
 from rl_session.workers.group import WorkerGroup
 from rl_session.workers.replies import (
     CallResult,
@@ -50,6 +54,7 @@ from rl_session.workers.replies import (
     Lost,
     Ok,
     Reply,
+    Room,
     TransitionReply,
     TransitionRequest,
     error_of,
@@ -106,10 +111,19 @@ class Control:
         flags: Its configuration, as far as placements go.
         first: What was found at attach.
         base: The mode outermost exits go to.
+        device: Where its bytes are when they are needed.
     """
 
     def __init__(
-        self, name: str, kind: str, group: WorkerGroup, run: Run, flags: Flags, first: Description, base: Mode
+        self,
+        name: str,
+        kind: str,
+        group: WorkerGroup,
+        run: Run,
+        flags: Flags,
+        first: Description,
+        base: Mode,
+        device: Device,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -125,6 +139,8 @@ class Control:
         self.closed = ""
         self.ownership = Ownership(self.label)
         self.lock = threading.RLock()
+        self.device = device
+        self.last_used = run.arbiter.tick()
         self.last_move = "nothing has moved since attach"
         self.step: Any = None
         """The user's open train step, if one is open."""
@@ -238,6 +254,7 @@ class Control:
         with self.lock:
             self.ready(spelling)
             self._check_nesting(mode, spelling, call_site)
+            self.last_used = self.run.arbiter.tick()
             frame = self._open_frame(holder, mode, spelling, call_site)
             self.frames.append(frame)
             self._record(
@@ -435,7 +452,9 @@ class Control:
         )
         self._moving = reason
         try:
-            answers = self._values(self.group.call("transition", request), reason)
+            with self.run.arbiter.admit(self, mode, lambda: self._room_for(request), reason) as own:
+                request.evict = own
+                answers = self._values(self.group.call("transition", request), reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
             raise
@@ -452,6 +471,64 @@ class Control:
             self.end_step()
             self._record(events.StepAborted(reason="its gradients were discarded by a transition"))
         return reply
+
+    # -- room on a shared device ---------------------------------------------------------------------------------
+
+    def _room_for(self, request: TransitionRequest) -> Wish:
+        """Room on the device that ``request`` needs, on the rank that needs most."""
+        rooms: list[Room] = self._values(self.group.call("room", request), "room")
+        return max(Wish(room.onload - room.freed, room.reserve) for room in rooms)
+
+    def holdings(self, entering: Mode | None = None) -> list[Holding]:
+        """What it has on its device, for :class:`rl_session.driver.arbiter.Arbiter`."""
+        modes = [self.mode] if entering is None else [self.mode, entering]
+        held = self._values(self.group.call("holdings", modes, self.flags), "holdings")[0]
+        busy = self.fault is not None or (entering is None and bool(self._calls or self._moving))
+        return [
+            Holding(
+                self.name,
+                h.component,
+                h.nbytes,
+                h.dirty_nbytes,
+                self.last_used,
+                h.releasable and not busy,
+                h.disposable,
+            )
+            for h in held
+        ]
+
+    def evict(self, components: Sequence[str], reason: str) -> None:
+        """Send components to the host, or nowhere where they are consumed gradients; the mode stays.
+
+        Raises:
+            RLSessionError: It failed and was rolled back.
+        """
+        away = Placement(dict.fromkeys(components, Tier.HOST))
+        self._transition(self.mode, reason, scope_id=None, explicit=away, rests=not self.frames)
+
+    def pin(self, components: Sequence[str], *, on: bool) -> None:
+        """Change which components stay on the device.
+
+        Raises:
+            ConfigError: There is no such component.
+        """
+        known = set(self.ask("component_names"))
+        unknown = sorted(str(name) for name in components if str(name) not in known)
+        if unknown:
+            listed = ", ".join(sorted(known))
+            raise ConfigError(
+                f"{self.label}: pin({unknown[0]!r}): there is no such component",
+                (f"components: {listed}",),
+                'policy.pin("params")',
+            )
+        names = frozenset(str(name) for name in components)
+        with self.lock:
+            pinned = self.flags.pinned | names if on else self.flags.pinned - names
+            self.flags = attrs.evolve(self.flags, pinned=pinned)
+
+    def where(self) -> str:
+        """In words: the scope it is in, or where it rests."""
+        return f"in {self.frames[-1].describe()}" if self.frames else f"rests {self.resting_mode}"
 
     def _values(self, replies: list[Reply], attempted: str) -> list[Any]:
         """The answers of all ranks, or the first error; a fault is remembered."""
@@ -509,6 +586,7 @@ class Control:
             self.check_mode(gate)
             if gate in CALL_NEEDS:
                 self._retry_release(f"{method}()")
+            self.last_used = self.run.arbiter.tick()
             mode, start = self.mode, time.perf_counter()
             try:
                 results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")

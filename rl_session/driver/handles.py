@@ -145,14 +145,17 @@ _METHOD_OF_CALL = {"train(eval_mode=True)": "train"}
 class Handle:
     """What a scope yields: the calls of its mode and nothing else. It keeps no state and outlives nothing."""
 
-    __slots__ = ("_calls", "_kind", "_mode", "_target")
+    __slots__ = ("_kind", "_mode", "_target")
 
     def __init__(self, target: Any, mode: Mode, kind: str) -> None:
         self._target = target
         self._kind = kind
         self._mode = mode
-        legal = {_METHOD_OF_CALL.get(call, call) for call in MODE_TABLE[mode].calls}
-        self._calls = frozenset(call for call in legal if hasattr(target, call))
+
+    @property
+    def _calls(self) -> list[str]:  # found when asked for: most handles are never looked at
+        legal = {_METHOD_OF_CALL.get(call, call) for call in MODE_TABLE[self._mode].calls}
+        return sorted(call for call in legal if hasattr(self._target, call))
 
     def __getattr__(self, name: str) -> Any:
         if name in self._calls:
@@ -160,11 +163,11 @@ class Handle:
         hint = ""
         if modes_allowing(name) and (hasattr(self._target, name) or name in _ENGINE_CALLS):
             hint = f"; write: with {self._kind}.{scope_to_write(name, self._kind)}() as handle: handle.{name}(...)"
-        listed = ", ".join(sorted(self._calls))
+        listed = ", ".join(self._calls)
         raise AttributeError(f"the handle of {self._mode} mode has no {name!r} (it has {listed}){hint}")
 
     def __dir__(self) -> list[str]:
-        return sorted(self._calls)
+        return self._calls
 
     def __repr__(self) -> str:
         return f"<handle of {self._target!r} in {self._mode} mode>"

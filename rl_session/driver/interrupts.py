@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # signal.signal() turns numbers into enum members and back: ten times the cost, on every scope's way
 import threading
 from types import FrameType, TracebackType
 from typing import Self
@@ -13,28 +13,28 @@ __all__ = ["DeferredInterrupt"]
 class DeferredInterrupt:
     """A block in which SIGINT is remembered, and handed to the handler there was when the block has ended.
 
-    Only the main thread receives signals; elsewhere, and where no Python handler is installed, it does nothing.
-    ``fired`` tells the block that an interrupt is waiting, so that it can undo what it did.
+    Only the main thread receives signals; elsewhere, and where no Python handler is installed, it does nothing. Inside
+    another such block neither: the outer one remembers.
     """
 
-    __slots__ = ("_frame", "_previous", "_signum", "fired")
+    __slots__ = ("_fired", "_frame", "_previous", "_signum")
 
     def __init__(self) -> None:
-        self.fired = False
+        self._fired = False
         self._previous: object = None
         self._signum = 0
         self._frame: FrameType | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            previous = signal.getsignal(signal.SIGINT)
-            if callable(previous):
+            previous = _signal.getsignal(_signal.SIGINT)
+            if callable(previous) and getattr(previous, "__func__", None) is not DeferredInterrupt._remember:
                 self._previous = previous
-                signal.signal(signal.SIGINT, self._remember)
+                _signal.signal(_signal.SIGINT, self._remember)
         return self
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self.fired, self._signum, self._frame = True, signum, frame
+        self._fired, self._signum, self._frame = True, signum, frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -42,6 +42,6 @@ class DeferredInterrupt:
         previous = self._previous
         if not callable(previous):
             return
-        signal.signal(signal.SIGINT, previous)
-        if self.fired:
+        _signal.signal(_signal.SIGINT, previous)
+        if self._fired:
             previous(self._signum, self._frame)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from rl_session.audit import AuditLog
 from rl_session.audit.events import Event
 from rl_session.config import Verify
+from rl_session.driver.arbiter import Arbiter
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
@@ -27,11 +28,21 @@ class Run:
         pool: Where host buffers come from.
         release: The release policy of participants that set none.
         verify: The verification of participants that set none.
+        device_budget: Bytes that participants may hold on a device together.
     """
 
-    def __init__(self, log: AuditLog, pool: HostPool, *, release: Release = "eager", verify: Verify = "off") -> None:
+    def __init__(
+        self,
+        log: AuditLog,
+        pool: HostPool,
+        *,
+        release: Release = "eager",
+        verify: Verify = "off",
+        device_budget: int | None = None,
+    ) -> None:
         self.log = log
         self.pool = pool
+        self.arbiter = Arbiter(device_budget)
         self.release: Release = release
         self.verify: Verify = verify
         self.step: int | None = None

@@ -51,7 +51,13 @@ _POISON = 0xFF
 
 
 class Device(ABC):
-    """What the engine needs of a device. Every method takes many storages, so that small ones can be packed."""
+    """What the engine needs of a device. Every method takes many storages, so that small ones can be packed.
+
+    Attributes:
+        is_told: Whether the device knows only of storages it is told of, and so has to be told of gradients while they live.
+    """
+
+    is_told = False
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -161,8 +167,10 @@ class EmulatedDevice(Device):
         bytes_in: Bytes copied host to device since it was made.
         bytes_out: Bytes copied device to host.
         num_copies: Number of storages copied, both ways.
-        peak: The highest ``resident_bytes`` seen.
+        peak: The highest ``resident_bytes`` seen, at moves and right after optimizer steps.
     """
+
+    is_told = True
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__(torch.device("cpu"))

@@ -260,6 +260,26 @@ class Engine:
             unit.host_valid, unit.checksum = False, None
             return self.readable(tensor)
 
+    def plan(self, snapshot: Snapshot, target: Placement) -> Plan:
+        """The moves that :meth:`move` would make."""
+        with library_access():
+            return plan(self.ledger.facts(snapshot), target)
+
+    def on_device(self, snapshot: Snapshot) -> dict[str, tuple[int, int]]:
+        """Bytes on the device of each component that has some, and how many of them must be copied to leave.
+
+        A storage that several components share counts under the first; one that another policy needs too, not at all.
+        """
+        held: dict[str, tuple[int, int]] = {}
+        with library_access():
+            for key, found in snapshot.inventory.storages.items():
+                unit = snapshot.units[key]
+                if unit.tier is not Tier.DEVICE or unit.floor_for(self.ledger) is Tier.DEVICE:
+                    continue
+                nbytes, dirty = held.get(found.components[0], (0, 0))
+                held[found.components[0]] = nbytes + unit.nbytes, dirty + (0 if unit.is_clean() else unit.nbytes)
+        return held
+
     def clean_bytes(self, snapshot: Snapshot) -> int:
         """Bytes on the device that could be freed without a copy."""
         with library_access():

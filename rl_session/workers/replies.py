@@ -14,7 +14,18 @@ from rl_session.lifecycle import Flags, Mode, Placement, Tier
 from rl_session.offload.reports import Notice
 from rl_session.planning import Moved
 
-__all__ = ["CallResult", "Changed", "Description", "Failed", "Ok", "Reply", "TransitionReply", "TransitionRequest"]
+__all__ = [
+    "CallResult",
+    "Changed",
+    "Description",
+    "Failed",
+    "Held",
+    "Ok",
+    "Reply",
+    "Room",
+    "TransitionReply",
+    "TransitionRequest",
+]
 
 
 @attrs.define(slots=False)
@@ -51,6 +62,7 @@ class TransitionRequest:
         flags: What decides the conditional cells.
         stored: On the way out, the placement of the outer scope; None on the way in.
         explicit: A placement no mode names (the shim's); it wins over everything.
+        evict: Components that must leave in the same move, to make room for the rest.
         leaves_library: Whether the caller is outside every scope afterwards, where anything may write.
     """
 
@@ -58,6 +70,7 @@ class TransitionRequest:
     flags: Flags
     stored: Placement | None = None
     explicit: Placement | None = None
+    evict: tuple[str, ...] = ()
     leaves_library: bool = False
 
 
@@ -85,6 +98,40 @@ class TransitionReply:
     device_bytes: int
     host_bytes: int
     notices: tuple[Notice, ...]
+
+
+@attrs.define(slots=False, kw_only=True)
+class Room:
+    """What a transition would take on one rank, found without moving anything.
+
+    Attributes:
+        onload: Bytes that it brings to the device.
+        freed: Bytes that it gives back before.
+        reserve: Bytes that the mode will make beyond that: gradients, and the first optimizer state.
+    """
+
+    onload: int
+    freed: int
+    reserve: int
+
+
+@attrs.define(slots=False)
+class Held:
+    """A component on the device of one rank.
+
+    Attributes:
+        component: Which one.
+        nbytes: Its bytes there.
+        dirty_nbytes: Those that must be copied to leave.
+        releasable: Whether it may leave.
+        disposable: Whether it is gradients that a step has consumed.
+    """
+
+    component: str
+    nbytes: int
+    dirty_nbytes: int
+    releasable: bool
+    disposable: bool
 
 
 @attrs.define(slots=False)

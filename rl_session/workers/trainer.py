@@ -261,6 +261,18 @@ class Trainer:
             self.end_step()
         return CallResult(None, tuple(changed))
 
+    def expected_bytes(self) -> int:
+        """Device memory that the next training step will make: gradients that are not there yet, and a first state.
+
+        Before the first step the state is taken to be twice the trainable parameters, as Adam's is; afterwards it exists.
+        """
+        if self.spec.optimizer is None:
+            return 0
+        trainable = [p for group in self.spec.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        nbytes: int = sum(p.numel() * p.element_size() for p in trainable)
+        missing: int = sum(p.numel() * p.element_size() for p in trainable if p.grad is None)
+        return missing + (0 if self.spec.optimizer.state else 2 * nbytes)
+
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def has_open_step(self) -> bool:

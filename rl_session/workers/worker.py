@@ -24,7 +24,7 @@ from rl_session.workers import compute
 from rl_session.workers.batch import check_batch, to_device
 from rl_session.workers.keeper import Keeper
 from rl_session.workers.reference import Reference, Swap, make_reference
-from rl_session.workers.replies import CallResult, Description, TransitionReply, TransitionRequest
+from rl_session.workers.replies import CallResult, Description, Held, Room, TransitionReply, TransitionRequest
 from rl_session.workers.sampling import SamplingParams, sample
 from rl_session.workers.spec import WorkerSpec
 from rl_session.workers.trainer import Trainer
@@ -140,13 +140,26 @@ class Worker:
             live_gradients=bool(snapshot.live_gradients),
             freed_in_place=snapshot.freed_in_place,
         )
+        target = self._wanted(request, facts)
+        if request.evict:
+            away = Placement({**target, **dict.fromkeys(request.evict, Tier.HOST)})
+            return self._without_consumed(facts, away)
+        return target
+
+    def _wanted(self, request: TransitionRequest, facts: Facts) -> Placement:
         if request.explicit is not None:
-            return Placement({**facts.placement, **request.explicit})
+            return self._without_consumed(facts, Placement({**facts.placement, **request.explicit}))
         if facts.live_gradients and request.flags.live_gradients == "refuse":
             self._refuse_open_step(request.mode)
         if request.stored is not None:
             return restore(request.mode, request.stored, facts, request.flags)
         return resolve(request.mode, facts, request.flags)
+
+    def _without_consumed(self, facts: Facts, target: Placement) -> Placement:
+        """Gradients that were consumed are dropped where live ones go to the host."""
+        if target[Component.GRADS] is Tier.HOST and not facts.live_gradients:
+            target = target.evolve(**{Component.GRADS: Tier.NONE})
+        return target
 
     def _refuse_open_step(self, mode: Mode) -> None:
         if MODE_TABLE[mode].grads in (Cell.OPEN_STAYS, Cell.OPEN_TO_HOST):
@@ -171,6 +184,31 @@ class Worker:
         elif request.leaves_library:
             self.engine.mark_dirty()  # what stays on the device may be written by anything
 
+    def room(self, request: TransitionRequest) -> Room:
+        """What :meth:`transition` would take, without moving anything.
+
+        Raises:
+            OpenStepError: As :meth:`transition`.
+        """
+        snapshot = self.engine.refresh()
+        todo = self.engine.plan(snapshot, self._target(request, snapshot))
+        reserve = self._trainer.expected_bytes() if request.mode is Mode.TRAINING else 0
+        return Room(onload=todo.nbytes_onload, freed=todo.nbytes_freed, reserve=reserve)
+
+    def holdings(self, modes: Sequence[Mode], flags: Flags) -> list[Held]:
+        """What is on the device, and what of it an eager release would have sent away on the way through ``modes``."""
+        snapshot = self.engine.refresh()
+        facts = Facts(placement=snapshot.placement, live_gradients=bool(snapshot.live_gradients))
+        wanted = facts.placement
+        for mode in modes:
+            wanted = resolve(mode, attrs.evolve(facts, placement=wanted), attrs.evolve(flags, release="eager"))
+        held = []
+        for component, (nbytes, dirty) in self.engine.on_device(snapshot).items():
+            leaves = wanted[component] is not Tier.DEVICE and snapshot.placement[component] is Tier.DEVICE
+            disposable = component == Component.GRADS and not facts.live_gradients
+            held.append(Held(component, nbytes, 0 if disposable else dirty, leaves, disposable))
+        return held
+
     def placement(self) -> Placement:
         """Where each component is, by scanning."""
         return self._with_reference(self.engine.refresh().placement)
@@ -179,6 +217,10 @@ class Worker:
         if self._reference is not None and self._reference.nbytes():
             return placement.evolve(**{Component.REFERENCE: Tier.HOST})
         return placement
+
+    def component_names(self) -> list[str]:
+        """The names of every component, registered extras included."""
+        return self.engine.ledger.component_names()
 
     def memory(self) -> dict[str, Any]:
         """Bytes of each component by tier, what is clean, what is not covered, and the host pool."""
@@ -217,6 +259,8 @@ class Worker:
         self._buffers_written = False
 
     def _stepped(self) -> None:
+        if self.engine.device.is_told:
+            self.engine.refresh()  # gradients and new state are there together only now: the peak of a step
         self.engine.stamps.consume(self._trainer.consumed_gradients())
         self.engine.forget_snapshots()
 

@@ -231,11 +231,13 @@ def test_bytes_that_user_code_made_are_known_when_they_move_and_noted(
 
 
 def faulted_run(run: Any, batch: Any, loss: Any) -> Any:
-    """A policy that is faulted by an exit that could not be undone, with two scopes around it."""
+    """A policy that is faulted with a train step open, by an entry that could not be undone."""
     actor = run.attach()
     with actor.training_mode():
         actor.train(batch, loss)
-    with pytest.raises(rs.FaultedError), actor.training_mode(), actor.logprob_mode():
+    with pytest.raises(rs.FaultedError), actor.training_mode():
+        step = actor.begin_step()
+        step.forward_backward(batch, loss)
         actor.device.fail("free", k=2, point="after")
         actor.device.fail("allocate", k=1)
         with actor.offloaded():
