@@ -267,7 +267,7 @@ class TrainableModel:
         """
         if name in set(Component):
             raise ConfigError(f"register({name!r}): that component exists", (), 'policy.register("ema", ema_model)')
-        self._control.ask("register_extra", name, value)
+        self._control.call("register_extra", name, value, gate="")
 
     def pin(self, *components: Component | str) -> None:
         """Keep components on the device whatever mode comes: they neither leave at an exit nor are evicted.

@@ -150,6 +150,7 @@ class Session:
         _check_model(spec.model, spec.optimizer, label)
         _check_optimizer(spec, label)
         _check_scheduler(spec.scheduler, label)
+        _check_options(spec, label)
         _check_cpu_offload(spec.model, config, label)
         spec.label, spec.pin = label, config.pin
         spec.verify = (config.verify or self._run.verify) == "checksum"
@@ -418,6 +419,12 @@ def _check_optimizer(spec: WorkerSpec, label: str) -> None:
         OptimizerError: It does.
     """
     if spec.optimizer is None:
+        if spec.masters:
+            raise OptimizerError(
+                f"{label}: masters= without an optimizer that steps them",
+                (f"pairs: {len(spec.masters)}",),
+                "attach(model, optimizer, masters={parameter: master, ...})",
+            )
         return
     own = {id(p) for p in spec.model.parameters()}
     stepped = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
@@ -451,6 +458,27 @@ def _check_scheduler(scheduler: object, label: str) -> None:
             f"{label}: {type(scheduler).__name__} cannot be stepped without a metric",
             ("train() and commit() call scheduler.step()",),
             "attach without scheduler=, and call scheduler.step(metric) in the loop",
+        )
+
+
+def _check_options(spec: WorkerSpec, label: str) -> None:
+    """A norm that is not positive would turn gradients round or to zero without a word.
+
+    Raises:
+        ConfigError: ``max_grad_norm`` is no positive number, or ``forward_fn`` cannot be called.
+    """
+    norm: object = spec.max_grad_norm
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
+        raise ConfigError(
+            f"{label}: max_grad_norm={norm!r} is no positive number",
+            ("gradients are clipped to that norm",),
+            "attach(..., max_grad_norm=1.0), or None for no clipping",
+        )
+    if spec.forward_fn is not None and not callable(spec.forward_fn):
+        raise ConfigError(
+            f"{label}: forward_fn={spec.forward_fn!r} cannot be called",
+            (),
+            "attach(..., forward_fn=lambda model, batch: model(batch['input_ids']).logits)",
         )
 
 

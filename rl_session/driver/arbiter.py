@@ -87,13 +87,13 @@ class Arbiter:
         return next(self._clock)
 
     def _measure(self, device: Device) -> int | None:
-        if isinstance(device, EmulatedDevice):
-            return device.capacity
         free = device.free_bytes()
         return None if free is None else int((_used(device) + free) * (1 - _MARGIN))
 
     def budget_of(self, device: Device) -> int | None:
         """Bytes that participants may hold on ``device`` together; None for no limit."""
+        if self.budget is None and isinstance(device, EmulatedDevice):
+            return device.capacity
         return self.budget if self.budget is not None else self._measured.get(id(device))
 
     def usage(self, device: Device) -> dict[str, int | None]:
@@ -171,13 +171,13 @@ class Arbiter:
     def _no_room(
         self, device: Device, nbytes: int, budget: int, attempted: str, holdings: Sequence[Holding]
     ) -> DeviceMemoryError:
-        facts = [f"needs: {nbytes} bytes; budget: {budget}, in use: {_used(device)}"]
+        facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {_used(device)}"]
         for seat in self._seats:
             parts = [h for h in holdings if h.participant == seat.name and h.nbytes]
             told = ", ".join(f"{h.component} {h.nbytes}{' (releasable)' if h.releasable else ''}" for h in parts)
             if told:
                 facts.append(f"{seat.label} ({seat.where()}): {told}")
-        remedy = "leave the scopes that hold the bytes first, unpin what may leave, or raise Session(device_budget=...)"
+        remedy = "other.offload()  # of who holds the bytes, after its scopes; or unpin, or Session(device_budget=...)"
         return DeviceMemoryError(f"{attempted}: no room on the device", tuple(facts), remedy)
 
 

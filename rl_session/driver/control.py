@@ -361,7 +361,7 @@ class Control:
             self._record(
                 events.ScopeExited(
                     mode=frame.mode.value,
-                    restored_mode=outer_mode.value,
+                    restored_mode=self.mode.value,
                     seconds=time.perf_counter() - frame.entered_at,
                     error=error or error_text(failure),
                 ),
@@ -457,6 +457,7 @@ class Control:
                 answers = self._values(self.group.call("transition", request), reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
+            self._note_fault(error)
             raise
         finally:
             self._moving = ""
@@ -468,8 +469,7 @@ class Control:
             self.last_move = f"{reason} (transition {number})"
         self.journal.committed(reply, from_mode, mode, number, scope_id, time.perf_counter() - start)
         if reply.live_dropped and self.step is not None:
-            self.end_step()
-            self._record(events.StepAborted(reason="its gradients were discarded by a transition"))
+            self.end_step("its gradients were discarded by a transition")
         return reply
 
     # -- room on a shared device ---------------------------------------------------------------------------------
@@ -531,24 +531,20 @@ class Control:
         return f"in {self.frames[-1].describe()}" if self.frames else f"rests {self.resting_mode}"
 
     def _values(self, replies: list[Reply], attempted: str) -> list[Any]:
-        """The answers of all ranks, or the first error; a fault is remembered."""
+        """The answers of all ranks, or the first error."""
         for reply in replies:
             if isinstance(reply, Failed):
-                error = error_of(reply)
-                if isinstance(error, FaultedError):
-                    self._become_faulted(error)
-                raise error
+                raise error_of(reply)
             if isinstance(reply, Lost):
-                lost = FaultedError(f"{self.label}: {attempted}", (), "policy.recover()", reply.cause)
-                self._become_faulted(lost)
-                raise lost
+                raise FaultedError(f"{self.label}: {attempted}", (), "policy.recover()", reply.cause)
         return [reply.value for reply in replies if isinstance(reply, Ok)]
 
-    def _become_faulted(self, error: RLSessionError) -> None:
-        if self.fault is not None:  # a recovery that failed: the cause is the one before
+    def _note_fault(self, error: BaseException) -> None:
+        """Remember a failure that could not be undone; after a recovery that failed the cause is the one before."""
+        if not isinstance(error, FaultedError) or self.fault is not None:
             return
         self.fault = error
-        self.end_step()
+        self.end_step("the policy is faulted")
         self._record(events.PolicyFaulted(cause=f"{error.attempted}: {error.cause}", remedy=error.remedy))
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -594,6 +590,7 @@ class Control:
                 changed = getattr(error, "rl_changed", ())
                 self.journal.notes(getattr(error, "rl_notes", ()))
                 self.journal.called(method, mode, start, error_text(error), changed)
+                self._note_fault(error)
                 raise
             result = results[0]
             assert isinstance(result, CallResult)
@@ -663,8 +660,10 @@ class Control:
         with self.lock:
             return self._values(self.group.call(method, *args, **kwargs), f"{method}()")[0]
 
-    def end_step(self) -> None:
-        """Forget the open step."""
+    def end_step(self, why: str = "") -> None:
+        """Forget the open step; with ``why``, it was aborted."""
+        if self.step is not None and why:
+            self._record(events.StepAborted(reason=why))
         self.step = None
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -677,11 +676,14 @@ class Control:
             CheckpointError: The checkpoint cannot be loaded.
         """
         with self.changing():
-            self.end_step()
+            self.end_step("recover()")
             origin = str(self.ask("recover", path))
             self.fault = None
             self._drop_frames("recovered")
-            self._record(events.PolicyRecovered(origin=origin))
+            placement, nbytes = self.ask("placement"), self.ask("sizes")
+            # All of it is on the host now: what came into being since the resting placement was noted was on the device.
+            self.resting = Placement({n: t if t is not Tier.NONE else Tier.DEVICE for n, t in self.resting.items()})
+            self._record(events.PolicyRecovered(origin=origin, placement=placement.as_text(), nbytes=nbytes))
             self._go_outside(self.resting_mode, "recover()", None)
             return origin
 
@@ -703,7 +705,7 @@ class Control:
             if self.closed:
                 return
             self._drop_frames(how)
-            self.end_step()
+            self.end_step(how)
             if self.fault is None:
                 with suppress(RLSessionError):  # without room on the device, detach re-homes on the host
                     up = Placement(dict.fromkeys(map(str, Component), Tier.DEVICE))

@@ -1,8 +1,12 @@
-"""Ctrl-C waits until a transition has ended. Knows nothing of transitions."""
+"""Ctrl-C waits until a transition has ended. Knows nothing of transitions.
+
+It is on every scope's way: ``signal.signal()`` turns numbers into enum members and back, at ten times the cost of
+``_signal.signal()``.
+"""
 
 from __future__ import annotations
 
-import _signal  # signal.signal() turns numbers into enum members and back: ten times the cost, on every scope's way
+import _signal  # type: ignore[import-not-found]
 import threading
 from types import FrameType, TracebackType
 from typing import Self
@@ -26,7 +30,7 @@ class DeferredInterrupt:
         self._frame: FrameType | None = None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == threading.main_thread().ident:
             previous = _signal.getsignal(_signal.SIGINT)
             if callable(previous) and getattr(previous, "__func__", None) is not DeferredInterrupt._remember:
                 self._previous = previous

@@ -121,7 +121,7 @@ class Ownership:
         raise OwnershipError(
             f"{self._label}: {attempted} from another owner{waited}",
             (f"owner: {holder.describe()}", f"you: {_describe_caller()}"),
-            "with policy.training_mode(acquire_timeout=60): ...  # waits until the owner leaves its scope",
+            f"with policy.{_waiting(attempted)}: ...  # waits until the owner leaves its scope",
         )
 
     def release(self, token: Token | None = None) -> None:
@@ -134,6 +134,12 @@ class Ownership:
             if token is None or token is self._token:
                 self._token = None
                 self._changed.notify_all()
+
+
+def _waiting(attempted: str) -> str:
+    """The scope that was attempted, told to wait; one with everything on the device for what is no scope."""
+    is_scope = attempted.endswith("_mode()") or attempted == "offloaded()"
+    return f"{attempted[:-2] if is_scope else 'training_mode'}(acquire_timeout=60)"
 
 
 def _describe_caller() -> str:

@@ -508,7 +508,7 @@ def as_device(device: Device | torch.device | str | int | None, found: torch.dev
 
     Raises:
         UnsupportedError: A kind of device that is neither CUDA nor the CPU.
-        ConfigError: Not a device at all.
+        ConfigError: Not a device at all, or a CUDA device where there is none.
     """
     if isinstance(device, Device):
         return device
@@ -519,6 +519,12 @@ def as_device(device: Device | torch.device | str | int | None, found: torch.dev
     if wanted.type == "cpu":
         return EmulatedDevice()
     if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device={device!r}: there is no CUDA device here",
+                (f"torch {torch.__version__}, CUDA available: False",),
+                'device="cpu"  # an emulated device; or a CUDA build of torch on a machine with a GPU',
+            )
         return CudaDevice(torch.cuda.current_device() if str(wanted) == "cuda" else wanted.index)
     raise UnsupportedError(
         f"device {wanted} is not supported", ("devices: cuda, cpu (emulated)",), 'device="cpu" or device="cuda"'

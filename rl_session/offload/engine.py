@@ -150,7 +150,10 @@ class Engine:
                 unit.is_snapshot = True
         for key, found in snapshot.inventory.storages.items():
             wanted = max((target[c] for c in found.components), key=lambda t: t.height)
-            snapshot.units[key].needs[self.ledger] = wanted
+            unit = snapshot.units[key]
+            unit.needs[self.ledger] = wanted
+            if len(unit.needs) > 1:
+                self.ledger.tell_others(unit)
         self.ledger.look(snapshot.inventory, snapshot.units)  # refreshes what away() answers from
 
     def _reraise(self, error: BaseException, todo: Plan) -> NoReturn:

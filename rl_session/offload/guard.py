@@ -5,9 +5,10 @@ everything but metadata; identity, ``isinstance`` and weak references hold. Hook
 the optimizer catch what happens without touching a tensor in Python, and name the better remedy. Backward through a graph
 made before is caught on the outputs of the guarded forwards.
 
-Not caught: a view the user made before the move and we never saw (the engine warns about it); a graph made by calling a
-submodule directly; and C entry points that never ask ``__torch_function__`` of an argument: ``torch.tensor(away)``,
-``other.set_(away)``, ``other.data = away``, ``torch.utils.dlpack.to_dlpack``, ``torch.vmap``. Knows nothing of how bytes move.
+Not caught: a view the user made before the move and we never saw (the engine warns about it); a graph made of a weight
+without its module (``F.linear(x, model.head.weight)``); and C entry points that never ask ``__torch_function__`` of an
+argument: ``torch.tensor(away)``, ``other.set_(away)``, ``other.data = away``, ``torch.utils.dlpack.to_dlpack``,
+``torch.vmap``. Knows nothing of how bytes move.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import attrs
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch.utils.hooks import RemovableHandle
 
 from rl_session.errors import OffloadedAccessError
@@ -100,6 +102,17 @@ def _away_torch_function(
     return _refuse_touch(func, (args, kwargs))
 
 
+class _TouchedWhileCompilingError(OffloadedAccessError, AssertionError):
+    """Dynamo lets assertions of what it traces through, and replaces other errors by one of its own."""
+
+    def __reduce__(self) -> Any:
+        return OffloadedAccessError, self.args
+
+
+_TouchedWhileCompilingError.__name__ = _TouchedWhileCompilingError.__qualname__ = "OffloadedAccessError"
+_TouchedWhileCompilingError.__module__ = "rl_session"
+
+
 def _refuse_touch(func: Any, operands: Any) -> NoReturn:
     note = None
     for _, tensor in reachable_tensors(operands, ""):
@@ -107,10 +120,11 @@ def _refuse_touch(func: Any, operands: Any) -> NoReturn:
         if note is not None:
             break
     name = _name_of(func)
+    kind = OffloadedAccessError if CompileContext.try_get() is None else _TouchedWhileCompilingError
     if note is None:
-        raise OffloadedAccessError(f"{name} touched a tensor whose bytes are away", (), _DEFAULT_REMEDY)
+        raise kind(f"{name} touched a tensor whose bytes are away", (), _DEFAULT_REMEDY)
     label, facts = note.explain()
-    raise OffloadedAccessError(
+    raise kind(
         f"{label}: {name} touched {note.name} ({note.component}), whose bytes are {note.where}", facts, _DEFAULT_REMEDY
     )
 
@@ -205,6 +219,8 @@ class Guard:
     on_step: Callable[[], None]
     on_train_forward: Callable[[], None] = lambda: None
     paused: int = 0
+    _is_in_forward: bool = False
+    """Whether a guarded forward is running, whose output stands for those of its submodules."""
     _handles: list[RemovableHandle] = attrs.field(factory=list)
 
     def __deepcopy__(self, memo: Any) -> Guard:
@@ -220,11 +236,14 @@ class Guard:
         for module in modules:
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward, prepend=True),
-                module.register_forward_hook(self._after_forward),
+                module.register_forward_hook(self._after_forward, always_call=True),
                 module.register_state_dict_pre_hook(self._before_state_dict),
             ]
-        # On every submodule: torch wraps what a tensor raises while one is loaded alone in an error of its own.
+        # On every submodule: torch wraps what a tensor raises while one is loaded alone in an error of its own, and a
+        # backward through a graph that one made alone would crash.
         for module in {id(m): m for root in modules for m in root.modules()}.values():
+            if module not in modules and next(module.parameters(), None) is not None:
+                self._handles.append(module.register_forward_hook(self._after_forward_alone))
             self._handles += [
                 module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
@@ -269,12 +288,22 @@ class Guard:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         del args
         self.refuse("forward()", ("params", "buffers"), "with policy.logprob_mode(): model(...)")
-        if module.training and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        self._is_in_forward = True
+        if module.training:
             self.on_train_forward()
+
+    def _after_forward_alone(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and not self._is_in_forward:
+            self._after_forward(module, args, output)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return
+        self._is_in_forward = False
+        if not torch.is_grad_enabled():
             return
         for value in _outputs(output):
             if value.requires_grad and value.grad_fn is not None:

@@ -73,6 +73,8 @@ class Ledger:
         self.nbytes: dict[str, dict[Tier, int]] = {}
         """Bytes of each component by tier, as of the last look or move."""
         self._away: dict[str, int] = {}
+        self.is_stale = False
+        """Whether another policy has moved storages of this one since the last look."""
 
     def refresh(self, *, deep: bool = False) -> Snapshot:
         """Scan, match what is found with the records, and say where everything is.
@@ -162,6 +164,7 @@ class Ledger:
             for name in nbytes
         }
         self.placement, self.nbytes = Placement(self._tiers(inventory, units)), nbytes
+        self.is_stale = False
         return Snapshot(inventory, units, self.placement, live, frozenset(freed), nbytes)
 
     def _tiers(self, inventory: Inventory, units: dict[int, Unit]) -> dict[str, Tier]:
@@ -181,13 +184,24 @@ class Ledger:
                 tiers[component] = max(tiers.get(component, Tier.NONE), tier, key=lambda t: t.height)
         return {name: alone.get(name, shared.get(name, Tier.NONE)) for name in self.component_names()}
 
+    def tell_others(self, unit: Unit) -> None:
+        """Another policy reaches a storage of which something may have changed here: it has to look again."""
+        for ledger in unit.needs:
+            if ledger is not self and isinstance(ledger, Ledger):
+                ledger.is_stale = True
+
     def component_names(self) -> list[str]:
         """The standard components, then the registered extras."""
         names = [Component.PARAMS, Component.BUFFERS, Component.GRADS, Component.OPTIMIZER, Component.REFERENCE]
         return [*(str(name) for name in names), *self.sources.extras]
 
     def away(self, components: Iterable[str]) -> list[str]:
-        """Those of ``components`` with bytes that are not on the device, as of the last move. O(components)."""
+        """Those of ``components`` with bytes that are not on the device, as of the last move of anybody.
+
+        O(components), except after another policy has moved storages of this one.
+        """
+        if self.is_stale:
+            self.refresh()
         return [name for name in components if self._away.get(str(name))]
 
     def facts(self, snapshot: Snapshot) -> list[StorageFacts]:

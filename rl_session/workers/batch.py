@@ -157,6 +157,12 @@ def _check_tensor(batch: Batch, key: str, shape: str, call: str) -> Tensor:
     if not isinstance(value, Tensor):
         remedy = f'batch["{key}"] = torch.as_tensor(batch["{key}"])   of shape {shape}'
         raise BatchError(f"{call}: {key} is no tensor", (f"it is a {type(value).__name__}",), remedy)
+    if value.is_meta:
+        raise BatchError(
+            f"{call}: {key} is a meta tensor",
+            (f"it has shape {list(value.shape)} and no values",),
+            f'batch["{key}"] of real values',
+        )
     return value
 
 

@@ -317,8 +317,10 @@ def get_topk_logits(forward: Forward, batch: Any, k: int, mbs: int | None = None
     """
     call = forward.named("get_topk_logits()")
     checked = forward.checked(batch, call)
-    if k < 1:
-        raise ArgumentError(f"{call}: k={k} is out of range", ("k counts logits",), "k=64, or any number of at least 1")
+    if type(k) is not int or k < 1:
+        raise ArgumentError(
+            f"{call}: k={k!r} is out of range", ("k counts logits",), "k=64, or any whole number of at least 1"
+        )
 
     def read(micro: Batch) -> dict[str, Tensor]:
         logits_bSV = forward.raw_logits(micro)

@@ -103,7 +103,8 @@ class TrainStep:
     def forward_backward(self, chunk: Any, loss_fn: LossFn, mbs: int | None = None) -> None:
         """Add the gradients of a chunk.
 
-        After an error the gradients are incomplete: the only thing left to do is :meth:`abort`.
+        After an error of the loss, forward or backward the gradients are incomplete: the only thing left to do is
+        :meth:`abort`. A wrong argument leaves the step open.
 
         Args:
             chunk: A batch.
@@ -119,6 +120,7 @@ class TrainStep:
         """
         self._check_open("forward_backward()")
         checked = self.forward.checked(chunk, self.forward.named("forward_backward()"))
+        _check_callable(self.forward, loss_fn)
         parts = micro_batches(checked, mbs)
         self._count(checked, loss_fn)
         self._state = "failed"  # until all of it is in
@@ -171,6 +173,11 @@ class TrainStep:
         if self._state not in ("committed", "aborted"):
             self._drop_gradients()
             self._state = "aborted"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can go on: neither committed, aborted nor failed half-way."""
+        return self._state == "open"
 
     def _check_open(self, call: str) -> None:
         if self._state == "open":
@@ -345,6 +352,7 @@ def evaluate(
     """
     call = forward.named("train(eval_mode=True)")
     checked = forward.checked(batch, call)
+    _check_callable(forward, loss_fn)
     steps = _global_batches(checked, gbs, mbs, call)
     metrics = MetricSum() if metrics is None else metrics
     losses: list[float] = []
@@ -414,7 +422,11 @@ def _loss_of(
     logits_bSV = forward.logits(there)
     # 0-dim float32: they do not promote the loss.
     seqs, tokens = (torch.tensor(count, dtype=torch.float32, device=logits_bSV.device) for count in normalisers)
-    returned = loss_fn(logits_bSV, there, seqs, tokens)
+    try:
+        returned = loss_fn(logits_bSV, there, seqs, tokens)
+    except KeyError as error:
+        _refuse_missing_key(forward, there, error)
+        raise
     loss, reported = _checked_loss(forward, returned, differentiable=differentiable)
     value = float(loss.detach())
     if not math.isfinite(value):
@@ -422,6 +434,28 @@ def _loss_of(
         raise NonFiniteError(forward.named("the loss is not finite"), facts, _NON_FINITE_REMEDY)
     metrics.add(reported)
     return loss, value
+
+
+def _check_callable(forward: Forward, loss_fn: object) -> None:
+    if not callable(loss_fn):
+        facts = (f"it is a {type(loss_fn).__name__}",)
+        remedy = "loss_fn(logits, batch, global_valid_seqs, global_valid_tokens) -> (loss, metrics)"
+        raise ArgumentError(forward.named("the loss function cannot be called"), facts, remedy)
+
+
+def _refuse_missing_key(forward: Forward, batch: Batch, error: KeyError) -> None:
+    """Say of a loss that looked up what the batch does not have that the batch lacks it.
+
+    Raises:
+        BatchError: It did; the loss's own error is its cause.
+    """
+    key = error.args[0] if error.args else None
+    if not isinstance(key, str) or key in batch:
+        return
+    facts = (f"it has {', '.join(sorted(batch))}", "the loss function raised KeyError for it")
+    raise BatchError(
+        forward.named(f"the loss needs {key!r}, which the batch does not have"), facts, f'batch["{key}"] = ...'
+    ) from error
 
 
 def _doubtful_counts(normalisers: tuple[float, float]) -> Iterable[str]:

@@ -234,8 +234,9 @@ class Trainer:
         with self.accounted() as changed:
             try:
                 step.forward_backward(checked, loss_fn, mbs)
-            except BaseException:  # part of the chunk may be in the gradients: the step cannot go on
-                self.end_step()
+            except BaseException:
+                if not step.is_open:  # part of the chunk may be in the gradients: the step cannot go on
+                    self.end_step()
                 raise
         return CallResult(None, tuple(changed))
 
@@ -283,7 +284,7 @@ class Trainer:
         """What to write to be rid of live gradients."""
         if self.step is not None:
             return "policy.open_step.commit()  # or .abort()"
-        return "optimizer.step()  # or optimizer.zero_grad()"
+        return "optimizer.step()  # or optimizer.zero_grad(); model.zero_grad()"
 
     def consumed_gradients(self) -> Iterator[Tensor]:
         """The gradients that the optimizer could see: of its parameters, and of the parameters they are masters of."""

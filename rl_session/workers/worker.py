@@ -218,6 +218,13 @@ class Worker:
             return placement.evolve(**{Component.REFERENCE: Tier.HOST})
         return placement
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each component, wherever they are."""
+        nbytes = {name: sum(tiers.values()) for name, tiers in self.engine.refresh().nbytes.items()}
+        if self._reference is not None:
+            nbytes[Component.REFERENCE.value] += self._reference.nbytes()
+        return nbytes
+
     def component_names(self) -> list[str]:
         """The names of every component, registered extras included."""
         return self.engine.ledger.component_names()
@@ -347,6 +354,7 @@ class Worker:
         """
         self._trainer.end_step()
         self.engine.settle()
+        self._gather_on_host()
         path = path or (self._keeper.last_checkpoint if self._trainer.is_torn else None)
         if path is not None:
             self.load_checkpoint(path)
@@ -361,10 +369,16 @@ class Worker:
             )
         return "host copies"
 
-    def register_extra(self, name: str, value: Any) -> None:
+    def _gather_on_host(self) -> None:
+        """Bring everything to the host: a failure half-way left parts of components here and there."""
+        snapshot = self.engine.refresh()
+        self.engine.move(snapshot, Placement(dict.fromkeys(self.component_names(), Tier.HOST)))
+
+    def register_extra(self, name: str, value: Any) -> CallResult:
         """Add something tensors can be found in as a component of its own."""
-        self.sources.extras[name] = value
-        self.engine.refresh()
+        with self._trainer.accounted() as changed:
+            self.sources.extras[name] = value
+        return CallResult(None, tuple(changed))
 
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
         """Run ``hook(module)`` whenever bytes leave the device."""

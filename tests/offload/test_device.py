@@ -199,6 +199,14 @@ def test_a_device_is_made_from_what_the_user_wrote() -> None:
         as_device("gpu please", cpu)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_cuda_device_where_there_is_none_is_refused() -> None:
+    for wanted in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match="there is no CUDA device") as caught:
+            as_device(wanted, torch.device("cpu"))
+        assert 'device="cpu"' in caught.value.remedy
+
+
 def test_the_public_device_is_the_one_the_library_uses_and_injected_faults_survive_pickling() -> None:
     assert PublicDevice is EmulatedDevice
     assert str(pickle.loads(pickle.dumps(InjectedFault("x")))) == "x"

@@ -129,3 +129,21 @@ def test_letting_go_returns_every_host_byte_after_a_trim(make: Make) -> None:
     world.engine.let_go()
     world.pool.trim()
     assert (world.pool.held_bytes, world.pool.in_use_bytes) == (0, 0)
+
+
+def test_a_module_of_two_policies_can_be_called_whichever_brought_it_in(make: Make) -> None:
+    device, pool = EmulatedDevice(), HostPool()
+    module = nn.Linear(4, 4)
+    first, second = (make(module, optimizer=None, device=device, pool=pool) for _ in range(2))
+    first.engine.refresh()
+    second.engine.refresh()
+    first.to(H)
+    second.to(H)
+    for owner in (first, second):
+        owner.to(D)
+        assert first.engine.away(["params"]) == second.engine.away(["params"]) == []
+        assert module(torch.ones(1, 4)).isfinite().all()
+        owner.to(H)
+        assert first.engine.away(["params"]) == second.engine.away(["params"]) == ["params"]
+        with pytest.raises(OffloadedAccessError):
+            module(torch.ones(1, 4))

@@ -49,6 +49,7 @@ def build(**options: Any) -> Any:
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(model, backend=options.pop("backend", "eager"))
+    stranger = torch.compile(model, backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     ids = torch.arange(7)
     for _ in range(2):
@@ -61,6 +62,7 @@ def build(**options: Any) -> Any:
     policy.device.delay()
     model(ids)["logits"][1][0].backward()
     graph = model(ids)["logits"][1][0]
+    graph_of_a_part = model.body(torch.ones(1, 4)).sum()
     policy.offload()
     weight = model.body.weight
     state = optimizer.state[weight]["exp_avg"]
@@ -112,6 +114,7 @@ REFUSED: dict[str, Touch] = {
     "model forward": lambda w: w.model(w.ids),
     "model forward under no_grad": lambda w: torch.no_grad()(w.model)(w.ids),
     "compiled forward": lambda w: w.compiled(w.ids),
+    "compiled forward through a wrapper nobody attached": lambda w: w.stranger(w.ids),
     "functional_call": lambda w: torch.func.functional_call(
         w.model.body, dict(w.model.body.named_parameters()), torch.ones(4)
     ),
@@ -127,6 +130,7 @@ REFUSED: dict[str, Touch] = {
     "load_state_dict of a submodule": lambda w: w.model.body.load_state_dict(
         {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
     ),
+    "backward of a submodule called alone": lambda w: w.graph_of_a_part.backward(),
     "module.to": lambda w: w.model.to(torch.float64),
     "module.half": lambda w: w.model.half(),
     "init": lambda w: nn.init.zeros_(w.weight),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import rl_session as rs
+from rl_session.audit.check import assert_log_is_consistent
 from rl_session.testing import EmulatedDevice
 
 VOCABULARY = 11
@@ -176,6 +177,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     for rig in made:
         rig.device.heal()
         rig.session.close()
+        assert_log_is_consistent(rig.session_path)
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ def test_a_fault_inside_nested_scopes_is_recovered_at_rest_and_the_late_exits_do
     once(rig, "training")
 
 
-def test_a_recovery_that_fails_on_its_way_home_is_made_up_for(make: Callable[..., Any]) -> None:
+def test_a_recovery_that_fails_can_be_repeated(make: Callable[..., Any]) -> None:
     rig = make()
     before = rig.state()
     rig.device.fail("copy_in", k=3)
@@ -278,8 +278,25 @@ def test_a_recovery_that_fails_on_its_way_home_is_made_up_for(make: Callable[...
     rig.device.fail("copy_out")
     with pytest.raises(rs.TransitionError):
         rig.policy.recover()
+    assert rig.policy.health == "faulted"
+    rig.policy.recover()
     assert rig.policy.health == "ok"
     assert rig.policy.mode is rs.Mode.OFFLOADED
+    once(rig, "training")
+    assert rig.state() == before
+
+
+def test_a_recovery_that_fails_on_its_way_home_is_made_up_for(make: Callable[..., Any]) -> None:
+    rig = make(base="resident")
+    before = rig.state()
+    rig.device.fail("copy_out", k=3)
+    rig.device.fail("synchronize", k=2)
+    with pytest.raises(rs.FaultedError):
+        rig.policy.offload()
+    rig.device.fail("copy_in")
+    with pytest.raises(rs.TransitionError):
+        rig.policy.recover()
+    assert rig.policy.health == "ok"
     once(rig, "training")
     assert rig.state() == before
 

@@ -41,6 +41,33 @@ def check(error: rs.RLSessionError, *facts: str, scopes: bool = True) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("attempted", "remedy"),
+    [
+        ("logprob", "with policy.logprob_mode(acquire_timeout=60): "),
+        ("offloaded", "with policy.offloaded(acquire_timeout=60): "),
+        ("switch", "with policy.training_mode(acquire_timeout=60): "),
+    ],
+)
+def test_who_finds_another_owner_is_told_to_wait_with_the_scope_that_was_wanted(
+    attempted: str, remedy: str, make: Callable[..., Any]
+) -> None:
+    rig = make()
+    caught: list[rs.OwnershipError] = []
+
+    def other() -> None:
+        try:
+            rig.policy.switch("resident") if attempted == "switch" else rig.scope(attempted).__enter__()
+        except rs.OwnershipError as error:
+            caught.append(error)
+
+    with rig.policy.training_mode():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert caught[0].remedy.startswith(remedy)
+
+
 def test_a_call_in_the_wrong_mode_says_what_is_where_and_what_to_write(make: Callable[..., Any]) -> None:
     rig = make()
     acts: dict[str, tuple[Callable[[], Any], str]] = {
@@ -212,3 +239,26 @@ def test_a_value_model_is_told_its_own_scope(make: Callable[..., Any]) -> None:
             pytest.raises(AttributeError, match=r"with value.inference_mode\(\) as handle"),
         ):
             handle.get_values(batch)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "attempted"),
+    [
+        ({"max_grad_norm": 0}, "max_grad_norm=0 "),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 "),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan "),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1' "),
+        ({"forward_fn": 3}, "forward_fn=3 "),
+    ],
+)
+def test_attach_refuses_an_option_that_could_not_work(options: dict[str, Any], attempted: str) -> None:
+    with pytest.raises(rs.ConfigError, match=attempted) as caught:
+        rs.attach(nn.Linear(2, 2), **options)
+    assert caught.value.remedy.startswith("attach(")
+
+
+def test_masters_need_an_optimizer_that_steps_them() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(rs.OptimizerError, match="without an optimizer") as caught:
+        rs.attach(model, masters={model.weight: torch.zeros(2, 2)})
+    assert caught.value.remedy

@@ -228,6 +228,58 @@ def test_a_loss_that_fails_aborts_the_step_and_a_bad_batch_does_not(make: Callab
     assert rig.records("step.aborted")[-1].event.reason == "NonFiniteError"
 
 
+def test_a_wrong_argument_keeps_the_step_open_and_its_gradients(make: Callable[..., Any]) -> None:
+    expected, twin = uninterrupted(make)
+    rig = make()
+    unknown = {**rig.batch, "input_ids": torch.full((4, 5), 99)}
+    with rig.policy.training_mode():
+        step = rig.policy.begin_step()
+        for chunk in chunks(rig):
+            step.forward_backward(chunk, rig.loss)
+        live = grads(rig)
+        with pytest.raises(rs.BatchError, match="mbs=0"):
+            step.forward_backward(rig.batch, rig.loss, mbs=0)
+        with pytest.raises(rs.BatchError):
+            step.forward_backward({**unknown, "input_ids": -unknown["input_ids"]}, rig.loss)
+        with pytest.raises(rs.ArgumentError, match="cannot be called"):
+            step.forward_backward(rig.batch, None)
+        assert step.state == "open"
+        assert grads(rig) == live
+        assert torch.equal(step.commit()["loss"], expected["loss"])
+    assert rig.contents() == twin.contents()
+
+
+def test_a_key_that_the_loss_needs_and_the_batch_lacks_is_named(make: Callable[..., Any]) -> None:
+    rig = make()
+    before = rig.contents()
+
+    def needing(logits: Any, batch: Any, seqs: Any, tokens: Any) -> Any:
+        return (logits.sum() * batch["advantages"]).sum(), {}
+
+    def failing(logits: Any, batch: Any, seqs: Any, tokens: Any) -> Any:
+        raise KeyError("input_ids")
+
+    with rig.policy.training_mode():
+        with pytest.raises(rs.BatchError, match="the loss needs 'advantages'") as caught:
+            rig.policy.train(rig.batch, needing)
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert "input_ids" in caught.value.facts[0]
+        assert caught.value.remedy == 'batch["advantages"] = ...'
+        with pytest.raises(KeyError):  # the batch has it: an error of the loss's own
+            rig.policy.train(rig.batch, failing)
+    assert rig.contents() == before
+
+
+def test_a_loss_that_cannot_be_called_is_refused(make: Callable[..., Any]) -> None:
+    rig = make()
+    with rig.policy.training_mode():
+        for eval_mode in (False, True):
+            with pytest.raises(rs.ArgumentError, match="cannot be called") as caught:
+                rig.policy.train(rig.batch, None, eval_mode=eval_mode)
+            assert "loss_fn(logits" in caught.value.remedy
+        rig.train()
+
+
 def test_a_loss_may_not_open_scopes_or_switch(make: Callable[..., Any]) -> None:
     rig = make()
     refused: list[BaseException] = []

@@ -106,6 +106,7 @@ def test_masks_can_be_required(missing: str) -> None:
         ({"sample_mask": torch.tensor([1.0, 1.0, math.inf])}, "sample_mask is not finite", "row 2", "nan_to_num"),
         ({"advantages": torch.ones(2, 4)}, "advantages has the wrong shape", "[2, 4]", "one row for each row"),
         ({"rewards": torch.tensor(1.0)}, "rewards has the wrong shape", "[]", "one row for each row"),
+        ({"input_ids": torch.ones(3, 4, dtype=torch.int64, device="meta")}, "meta tensor", "[3, 4]", "real values"),
         ({"extra": torch.ones(3, device="meta")}, "several devices", "input_ids is on cpu", "on the CPU"),
     ],
 )

@@ -312,9 +312,9 @@ def test_top_k_of_a_single_position_is_empty() -> None:
     assert get_topk_logits(Forward(Tiny()), batch(2, 1), 3)["topk_logits"].shape == (2, 0, 3)
 
 
-@pytest.mark.parametrize("k", [0, -1, VOCABULARY + 1])
-def test_k_out_of_range_is_refused(k: int) -> None:
-    with pytest.raises(ArgumentError, match=f"k={k} is out of range") as caught:
+@pytest.mark.parametrize("k", [0, -1, VOCABULARY + 1, 2.5, "3", True])
+def test_k_out_of_range_is_refused(k: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"k={k!r} is out of range") as caught:
         get_topk_logits(Forward(Tiny()), batch(), k)
     assert "k=" in caught.value.remedy
 

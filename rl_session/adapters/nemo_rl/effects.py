@@ -209,7 +209,7 @@ def goal(
         stored: On the way back to an outer scope, its placement: what its entry left alone comes back to it.
         training: Whether train mode is needed: an open step relies on it.
     """
-    wanted: dict[str, Tier | None]
+    wanted: Mapping[str, Tier | None]
     if mode in (Mode.TRAINING, Mode.RESIDENT):
         wanted = dict.fromkeys(COMPONENTS, Tier.DEVICE)
     elif mode is Mode.OFFLOADED:
@@ -221,7 +221,7 @@ def goal(
         wanted = {
             "params": Tier.DEVICE,
             "buffers": Tier.DEVICE,
-            "grads": now.grads if keep or (lazy and mode is Mode.LOGPROB) else Tier.NONE,
+            "grads": now.grads if keep else None if lazy and mode is Mode.LOGPROB else Tier.NONE,
             "optimizer": Tier.HOST if offloads and not keep else as_it_was,
         }
     movable = {

@@ -1,0 +1,271 @@
+"""From a NeMo-RL object to its scopes: one state an object, however often it is looked up, and nothing set on it.
+
+Keyed by identity and weakly, so that objects may compare equal, be unhashable, be pickled, and die.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from rl_session.adapters.nemo_rl.effects import COMPONENTS
+from rl_session.adapters.nemo_rl.facade import EngineScopes, LegacyScopes, PolicyScopes, ValueScopes
+from rl_session.adapters.nemo_rl.groups import ENGINE_COMPONENTS, EngineGroup, LegacyGroup, TrainerGroup
+from rl_session.adapters.nemo_rl.sharing import Sharing
+from rl_session.adapters.nemo_rl.traits import EngineTraits, TrainerTraits, read_traits
+from rl_session.audit import AuditLog
+from rl_session.config import check_choice
+from rl_session.driver.control import Control
+from rl_session.driver.run import Run
+from rl_session.errors import ConfigError, ScopeError, UnsupportedError
+from rl_session.lifecycle import Flags, Mode, Tier
+from rl_session.offload.host_pool import HostPool
+from rl_session.session import Session
+from rl_session.testing import EmulatedDevice
+
+__all__ = ["scopes", "share"]
+
+Found = Literal["unknown", "device", "host"]
+
+
+@attrs.frozen(kw_only=True)
+class _Entry:
+    """A known object.
+
+    Attributes:
+        legacy: The object, weakly.
+        scopes: Its scopes.
+        traits: Its traits.
+        session: The session it was looked up with first, if any.
+    """
+
+    legacy: weakref.ref[Any]
+    scopes: LegacyScopes
+    traits: TrainerTraits | EngineTraits
+    session: Session | None
+
+
+_entries: dict[int, _Entry] = {}
+_numbers = itertools.count(2)
+_nowhere = Run(AuditLog(None), HostPool())
+"""What objects looked up without a session have in common: a log that nobody reads."""
+
+
+def scopes(
+    legacy: Any,
+    *,
+    session: Session | None = None,
+    name: str | None = None,
+    nbytes: Mapping[str, int] | None = None,
+    found: Found | None = None,
+    base: Literal["resident", "offloaded"] | None = None,
+    **traits: Any,
+) -> Any:
+    """The scopes of a NeMo-RL ``Policy``, ``Value`` or generation object, which stays as it is.
+
+    Options count at the first lookup; later ones may repeat them, and are an error where they say something else.
+
+    Args:
+        legacy: The object. It is held weakly.
+        session: Whose log is written; without one nothing is logged.
+        name: In messages and in the log; "policy", "value" or "generation" by default.
+        nbytes: Component to bytes ("params", "buffers", "grads", "optimizer"; of an engine "weights", "kv_cache"), for the
+            log: they cannot be measured from here.
+        found: Where its bytes are now: "device", "host", or "unknown" (default), which costs a legacy call at the first
+            entry that knowledge would have saved.
+        base: Where it is outside scopes: "resident" on the device (the default of a policy or value that shares its GPUs with
+            nobody), or "offloaded". An engine rests asleep.
+        **traits: What the object's ``cfg`` does not say: ``backend``, ``optimizer``, ``offload_optimizer_for_logprob``,
+            ``offload_optimizer_for_refit``, ``cpu_offload``, ``optimizer_cpu_offload``; of an engine ``backend``,
+            ``colocated``.
+
+    Returns:
+        :class:`PolicyScopes`, :class:`ValueScopes` or :class:`EngineScopes`.
+
+    Raises:
+        UnsupportedError: It is no such object, or cannot be referred to weakly.
+        ConfigError: An option is unknown, or contradicts ``cfg`` or an earlier lookup.
+    """
+    entry = _entries.get(id(legacy))
+    if entry is None or entry.legacy() is not legacy:
+        return _make(legacy, session, name, nbytes or {}, found or "unknown", base, traits).scopes
+    _check_repeated(entry, session, name, nbytes, found, base, traits)
+    return entry.scopes
+
+
+def _make(
+    legacy: Any,
+    session: Session | None,
+    name: str | None,
+    nbytes: Mapping[str, int],
+    found: Found,
+    base: str | None,
+    given: Mapping[str, Any],
+) -> _Entry:
+    traits = read_traits(legacy, given)
+    weakly = _weakly(legacy)
+    check_choice("scopes", "found", found, ("unknown", "device", "host"))
+    check_choice("scopes", "base", base or "resident", ("resident", "offloaded"))
+    where = {"unknown": None, "device": Tier.DEVICE, "host": Tier.HOST}[found]
+    is_engine = isinstance(traits, EngineTraits)
+    _check_sizes(nbytes, ENGINE_COMPONENTS if is_engine else COMPONENTS)
+    run = _nowhere if session is None else session._run  # noqa: SLF001 (an adapter is a participant like the library's own)
+    name = name or _free_name("generation" if is_engine else traits.kind, session)
+    group: LegacyGroup
+    resting = Mode.OFFLOADED if is_engine or base == "offloaded" else Mode.RESIDENT
+    if isinstance(traits, EngineTraits):
+        group = EngineGroup(legacy, name, nbytes, traits, where)
+        mode = Mode.OFFLOADED
+    else:
+        group = TrainerGroup(legacy, name, nbytes, traits, where)
+        mode = Mode.OFFLOADED if where is Tier.HOST else Mode.RESIDENT
+    device = EmulatedDevice()  # a seat to the arbiter, which has no bytes on it: sizes are not measured here
+    control = Control(name, traits.kind, group, run, Flags(), group.describe(mode), resting, device)
+    group.explain, group.tell = control.explain, control.record
+    kind = EngineScopes if is_engine else PolicyScopes if traits.kind == "policy" else ValueScopes
+    made = kind(control, group, device, _forget)
+    entry = _Entry(legacy=weakly, scopes=made, traits=traits, session=session)
+    _entries[id(legacy)] = entry
+    if session is not None:
+        session._participants.append(made)  # type: ignore[arg-type]  # noqa: SLF001 (closed with the others)
+    return entry
+
+
+def _weakly(legacy: Any) -> weakref.ref[Any]:
+    key = id(legacy)
+
+    def forget(_: object) -> None:
+        _entries.pop(key, None)
+
+    try:
+        return weakref.ref(legacy, forget)
+    except TypeError as error:
+        raise UnsupportedError(
+            f"scopes({type(legacy).__name__}): the object cannot be referred to weakly",
+            (),
+            "add __weakref__ to its __slots__",
+        ) from error
+
+
+def _free_name(wanted: str, session: Session | None) -> str:
+    taken = {entry.scopes.name for entry in _entries.values() if entry.session is session}
+    return wanted if wanted not in taken else f"{wanted}{next(_numbers)}"
+
+
+def _forget(made: LegacyScopes) -> None:
+    for key, entry in list(_entries.items()):
+        if entry.scopes is made:
+            del _entries[key]
+            if entry.session is not None:
+                seats: list[Any] = entry.session._participants  # noqa: SLF001
+                seats.remove(made)
+    if made.group.sharing is not None:
+        made.group.sharing.part(made.group)
+
+
+def _check_sizes(nbytes: Mapping[str, int], components: tuple[str, ...]) -> None:
+    wrong = [name for name, size in nbytes.items() if name not in components or type(size) is not int or size < 0]
+    if wrong:
+        raise ConfigError(
+            f"scopes(nbytes={dict(nbytes)!r}): {wrong[0]!r} is no component, or its size no number of bytes",
+            (f"components: {', '.join(components)}",),
+            f"scopes(policy, nbytes={{{components[0]!r}: 16 * 2**30}})",
+        )
+
+
+def _check_repeated(
+    entry: _Entry,
+    session: Session | None,
+    name: str | None,
+    nbytes: Mapping[str, int] | None,
+    found: Found | None,
+    base: str | None,
+    traits: Mapping[str, Any],
+) -> None:
+    """A later lookup may repeat what the first said, and nothing else.
+
+    Raises:
+        ConfigError: It says something else.
+    """
+    made = entry.scopes
+    said = {
+        "session": (session, entry.session),
+        "name": (name, made.name),
+        "nbytes": (nbytes and dict(nbytes), made.group.nbytes),
+        "base": (base, "resident" if made.resting_mode is Mode.RESIDENT else "offloaded"),
+        "found": (found, None),  # what was found then says nothing of now
+        **{option: (value, getattr(entry.traits, option, None)) for option, value in traits.items()},
+    }
+    for option, (now, then) in said.items():
+        if now is not None and now != then:
+            raise ConfigError(
+                f"scopes({entry.traits.kind}, {option}={now!r}): {made!r} was looked up otherwise before",
+                (f"{option} is {then!r}",),
+                f"scopes({entry.traits.kind})  # options belong to the first lookup; close() ends it",
+            )
+
+
+def share(
+    *objects: Any, session: Session | None = None, release: Literal["lazy", "eager"] = "lazy"
+) -> tuple[LegacyScopes, ...]:
+    """Say that objects live on the same GPUs. Moves nothing.
+
+    From then on one of them is in at a time: a scope of one sends the others away first, least recently used first. Outside
+    scopes they rest offloaded. Under "lazy", leaving a scope calls nothing, and what stays is evicted when another tenant's
+    scope is entered; under "eager", leaving a scope releases the memory.
+
+    Args:
+        *objects: Policies, values and generation objects.
+        session: As for :func:`scopes`, for objects that were not looked up before.
+        release: "lazy" or "eager".
+
+    Returns:
+        The scopes of the objects, in their order.
+
+    Raises:
+        ConfigError: An object shares with others already, or an engine has GPUs of its own.
+        ScopeError: A scope of one of them is open.
+    """
+    check_choice("share", "release", release, ("lazy", "eager"))
+    made: tuple[LegacyScopes, ...] = tuple(
+        scopes(each) if id(each) in _entries else scopes(each, session=session) for each in objects
+    )
+    for tenant in made:
+        _check_shareable(tenant)
+    sharing = Sharing()
+    for tenant in made:
+        control = tenant._control  # noqa: SLF001 (what scopes() makes, share() configures)
+        control.flags = attrs.evolve(control.flags, release=release)
+        control.resting_mode = Mode.OFFLOADED
+        sharing.join(tenant)
+    policies = [t.group for t in made if isinstance(t, PolicyScopes)]
+    for tenant in made:
+        if isinstance(tenant, EngineScopes) and tenant.group.traits.shares_weights and policies:
+            tenant.group.policy, policies[0].engine = policies[0], tenant.group
+    return made
+
+
+def _check_shareable(tenant: LegacyScopes) -> None:
+    control = tenant._control  # noqa: SLF001
+    if tenant.group.sharing is not None:
+        raise ConfigError(
+            f"share({tenant!r}): it shares its GPUs already",
+            (),
+            "share(policy, value_model, policy_generation)  # once",
+        )
+    if isinstance(tenant, EngineScopes) and not tenant.group.traits.colocated:
+        raise ConfigError(
+            f"share({tenant!r}): its configuration says that it has GPUs of its own",
+            ("colocated: False",),
+            "share(policy, value_model)  # without the engine",
+        )
+    if control.frames:
+        raise ScopeError(
+            f"{control.label}: share() inside {control.frames[-1].describe()}",
+            control.explain()[1],
+            "share(policy, value_model, policy_generation)  # before the loop",
+        )
