@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from rl_session.errors import DeviceMemoryError
-from rl_session.lifecycle import Mode, Tier
+from rl_session.lifecycle import Mode
 from rl_session.offload.device import Device, EmulatedDevice
 from rl_session.planning import Holding, choose_evictions
 
@@ -88,7 +88,7 @@ class Arbiter:
 
     def _measure(self, device: Device) -> int | None:
         free = device.free_bytes()
-        return None if free is None else int((_used(device) + free) * (1 - _MARGIN))
+        return None if free is None else int((device.held_bytes + free) * (1 - _MARGIN))
 
     def budget_of(self, device: Device) -> int | None:
         """Bytes that participants may hold on ``device`` together; None for no limit."""
@@ -98,7 +98,7 @@ class Arbiter:
 
     def usage(self, device: Device) -> dict[str, int | None]:
         """``budget`` and ``in_use`` of a device, in bytes."""
-        return {"budget": self.budget_of(device), "in_use": _used(device)}
+        return {"budget": self.budget_of(device), "in_use": device.held_bytes}
 
     @contextmanager
     def admit(self, seat: Seat, mode: Mode, ask: Callable[[], Wish], reason: str) -> Iterator[tuple[str, ...]]:
@@ -137,12 +137,12 @@ class Arbiter:
     def _make_room(
         self, device: Device, wish: Wish, budget: int, attempted: str, coming: tuple[Seat, Mode] | None
     ) -> tuple[str, ...]:
-        if _used(device) + wish.nbytes + wish.reserve <= budget:
+        if device.held_bytes + wish.nbytes + wish.reserve <= budget:
             return ()
         newcomer, mode = coming if coming is not None else (None, None)
         with self._free_to_ask(device, newcomer) as seats:
             holdings = [h for seat in seats for h in seat.holdings(mode if seat is newcomer else None)]
-            missing = _used(device) + wish.nbytes - budget
+            missing = device.held_bytes + wish.nbytes - budget
             available = sum(h.nbytes for h in holdings if h.releasable)
             # The reserve is an estimate: it may send others away, never refuse an entry.
             chosen = choose_evictions(max(missing, min(missing + wish.reserve, available)), holdings)
@@ -171,7 +171,7 @@ class Arbiter:
     def _no_room(
         self, device: Device, nbytes: int, budget: int, attempted: str, holdings: Sequence[Holding]
     ) -> DeviceMemoryError:
-        facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {_used(device)}"]
+        facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {device.held_bytes}"]
         for seat in self._seats:
             parts = [h for h in holdings if h.participant == seat.name and h.nbytes]
             told = ", ".join(f"{h.component} {h.nbytes}{' (releasable)' if h.releasable else ''}" for h in parts)
@@ -179,8 +179,3 @@ class Arbiter:
                 facts.append(f"{seat.label} ({seat.where()}): {told}")
         remedy = "other.offload()  # of who holds the bytes, after its scopes; or unpin, or Session(device_budget=...)"
         return DeviceMemoryError(f"{attempted}: no room on the device", tuple(facts), remedy)
-
-
-def _used(device: Device) -> int:
-    """Bytes of participants on ``device``; what they share counts once."""
-    return sum(unit.nbytes for unit in device.units.values() if unit.tier is Tier.DEVICE)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_session.errors import ConfigError, UnsupportedError
+from rl_session.lifecycle import Tier
 from rl_session.offload.tensors import byte_alias, library_access, weak_storage
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ class Device(ABC):
         self.torch_device = torch_device
         self.units: dict[int, Unit] = {}
         """The engine's records of storages on this device, by identity: policies that share a storage share the record."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of participants on the device, by the engine's records; what they share counts once."""
+        return sum(unit.nbytes for unit in self.units.values() if unit.tier is Tier.DEVICE)
 
     @property
     @abstractmethod

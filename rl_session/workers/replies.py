@@ -84,7 +84,7 @@ class TransitionReply:
         moved: What moved, with the seconds of each entry in ``seconds``.
         dropped_bytes: Bytes of gradients dropped.
         live_dropped: Whether some of them belonged to an open step.
-        device_bytes: Bytes on the device afterwards.
+        device_bytes: Bytes of all participants on the device afterwards.
         host_bytes: Bytes of host buffers in use afterwards.
         notices: What to warn about.
     """

@@ -129,7 +129,7 @@ class Worker:
             seconds=report.seconds,
             dropped_bytes=report.dropped_bytes,
             live_dropped=live_dropped,
-            device_bytes=self.engine.device.resident_bytes,
+            device_bytes=self.engine.device.held_bytes,
             host_bytes=self.engine.pool.in_use_bytes,
             notices=report.notices,
         )

@@ -24,7 +24,7 @@ GPU, CPU, FREED, NONE = "gpu", "cpu", "freed", "none"
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
-class OutOfDeviceMemory(RuntimeError):
+class DeviceFullError(RuntimeError):
     """Two tenants of the same GPUs were in at once."""
 
 
@@ -42,7 +42,7 @@ class Gpus:
         """Fail if another tenant holds more than what may stay beside ``coming``."""
         for tenant in self.tenants:
             if tenant is not coming and not tenant.fits_beside(coming):
-                raise OutOfDeviceMemory(f"CUDA out of memory: {coming!r} beside {tenant!r}")
+                raise DeviceFullError(f"CUDA out of memory: {coming!r} beside {tenant!r}")
 
 
 class _Faults:

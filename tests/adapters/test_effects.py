@@ -9,10 +9,10 @@ import pytest
 from legacy_model import CPU, FREED, GPU, NONE, LegacyPolicy, LegacyValue
 
 from rl_session.adapters.nemo_rl.effects import (
+    _VOCABULARY,
     COMPONENTS,
     Call,
     State,
-    _VOCABULARY,
     effect,
     exactly,
     found,

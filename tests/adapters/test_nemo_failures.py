@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ def make(kind: str, backend: str) -> Any:
     return LegacyPolicy(backend) if kind == "policy" else LegacyValue(backend)
 
 
+def outcome(enter: Callable[[], Any], then: Callable[[], None]) -> rs.TransitionError | None:
+    """Enter and leave a scope, with ``then`` for a body; the error of its entry, if there was one."""
+    try:
+        with enter():
+            then()
+    except rs.TransitionError as error:
+        return error
+    return None
+
+
 @pytest.mark.parametrize("when", ["before", "half", "after"])
 @pytest.mark.parametrize("base", ["resident", "offloaded"])
 @pytest.mark.parametrize("backend", ["dtensor_v2", "megatron"])
@@ -40,10 +51,8 @@ def test_an_entry_that_fails_is_undone(kind: str, backend: str, base: Any, when:
             before = dict(legacy.state)
             legacy.fail(method, when=when)
             legacy.calls()
-            try:
-                with getattr(mine, mode)():
-                    legacy.heal()
-            except rs.TransitionError as error:
+            error = outcome(getattr(mine, mode), then=legacy.heal)
+            if error is not None:
                 assert f"{method}() failed" in error.attempted
                 assert "injected" in error.cause
                 assert legacy.state == before
@@ -75,7 +84,7 @@ def test_the_bodys_error_wins(session: rs.Session) -> None:
     with (
         pytest.raises(ValueError, match="mine") as raised,
         scopes(policy, session=session, base="offloaded").training_mode(),
-    ):  # noqa: E501
+    ):
         policy.fail("offload_after_refit")
         raise ValueError("mine")
     assert "offload_after_refit() failed" in raised.value.__notes__[0]

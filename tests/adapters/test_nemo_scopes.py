@@ -124,7 +124,8 @@ def test_an_engine_with_gpus_of_its_own_is_told_of_the_end_and_woken_once(sessio
         with mine.awake():
             engine.generate()
         assert not engine.cached
-    assert engine.calls() == ["prepare_for_generation()", "generate()", "finish_generation()", "generate()", "finish_generation()"]  # fmt: skip
+    rollout = ["generate()", "finish_generation()"]
+    assert engine.calls() == ["prepare_for_generation()", *rollout, *rollout]
 
 
 def test_parameters_that_fsdp_places_are_left_to_it(session: rs.Session) -> None:
@@ -476,7 +477,14 @@ def test_options_may_be_given_once() -> None:
         scopes(policy)
     mine = scopes(policy, backend="megatron", offload_optimizer_for_logprob=True, nbytes={"params": 4})
     assert scopes(policy, backend="megatron", nbytes={"params": 4}) is mine
-    for said in ({"backend": "dtensor"}, {"offload_optimizer_for_logprob": False}, {"nbytes": {"params": 5}}, {"base": "offloaded"}, {"name": "other"}):  # fmt: skip
+    others: list[dict[str, Any]] = [
+        {"backend": "dtensor"},
+        {"offload_optimizer_for_logprob": False},
+        {"nbytes": {"params": 5}},
+        {"base": "offloaded"},
+        {"name": "other"},
+    ]
+    for said in others:
         with pytest.raises(rs.ConfigError, match="looked up otherwise before"):
             scopes(policy, **said)
 
@@ -567,7 +575,7 @@ def test_the_log_has_every_move_with_the_sizes_that_were_given(session: rs.Sessi
             record.event.to_tier,
             record.event.nbytes,
             record.event.elided,
-        )  # fmt: skip
+        )
         for record in rs.read_audit(audit_path)
         if record.name == "component.moved"
     ]
@@ -583,6 +591,14 @@ def test_the_log_has_every_move_with_the_sizes_that_were_given(session: rs.Sessi
         (4, "optimizer", "device", "host", 96, False),
     ]
     assert mine.placement == {"params": "host", "grads": "none", "optimizer": "host"}
+
+
+def test_a_session_tells_what_its_objects_hold(session: rs.Session) -> None:
+    policy = LegacyPolicy("megatron")
+    with scopes(policy, session=session, name="actor", nbytes={"params": 16}).logprob_mode():
+        told = session.memory()["participants"]["actor"]
+    assert told["components"]["params"] == {"device": 16}
+    assert told["unknown"] == ["optimizer"]
 
 
 def test_closing_leaves_a_policy_alone_and_puts_an_engine_to_sleep(session: rs.Session) -> None:

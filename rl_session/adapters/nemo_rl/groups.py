@@ -262,6 +262,8 @@ class TrainerGroup(LegacyGroup):
         """Whether a scope asked for ``keep_train_buffers`` since: its caller knows of an open step."""
         self.engine: EngineGroup | None = None
         """The engine that serves the training weights themselves, if there is one."""
+        self._told = False
+        """Whether it was said that the optimizer cannot leave."""
         self._own["has_open_step"] = lambda: self.step_open
 
     def known(self) -> dict[str, Tier | None]:
@@ -356,8 +358,9 @@ class TrainerGroup(LegacyGroup):
         raise AssertionError(f"{self.label}: no legacy calls lead from {self.state} to {wanted}")
 
     def _optimizer_stays(self) -> tuple[Notice, ...]:
-        if not self.traits.optimizer_moves or self.state.optimizer is Tier.HOST:
+        if not self.traits.optimizer_moves or self.state.optimizer is Tier.HOST or self._told:
             return ()
+        self._told = True
         message = f"{self.label}: offload_optimizer_for_refit=False keeps the optimizer state on the device"
         return (Notice("optimizer_stays", message, self.nbytes.get("optimizer")),)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, overload
 
 import attrs
 
@@ -55,6 +55,29 @@ _nowhere = Run(AuditLog(None), HostPool())
 """What objects looked up without a session have in common: a log that nobody reads."""
 
 
+class _Policy(Protocol):
+    @property
+    def prepare_for_lp_inference(self) -> Any: ...
+
+
+class _Value(Protocol):
+    @property
+    def prepare_for_inference(self) -> Any: ...
+
+
+class _Engine(Protocol):
+    @property
+    def prepare_for_generation(self) -> Any: ...
+
+
+@overload
+def scopes(legacy: _Policy, **options: Any) -> PolicyScopes: ...
+@overload
+def scopes(legacy: _Value, **options: Any) -> ValueScopes: ...
+@overload
+def scopes(legacy: _Engine, **options: Any) -> EngineScopes: ...
+@overload
+def scopes(legacy: Any, **options: Any) -> Any: ...
 def scopes(
     legacy: Any,
     *,
@@ -90,11 +113,16 @@ def scopes(
         UnsupportedError: It is no such object, or cannot be referred to weakly.
         ConfigError: An option is unknown, or contradicts ``cfg`` or an earlier lookup.
     """
-    entry = _entries.get(id(legacy))
-    if entry is None or entry.legacy() is not legacy:
+    entry = _entry_of(legacy)
+    if entry is None:
         return _make(legacy, session, name, nbytes or {}, found or "unknown", base, traits).scopes
     _check_repeated(entry, session, name, nbytes, found, base, traits)
     return entry.scopes
+
+
+def _entry_of(legacy: Any) -> _Entry | None:
+    entry = _entries.get(id(legacy))
+    return entry if entry is not None and entry.legacy() is legacy else None
 
 
 def _make(
@@ -232,10 +260,12 @@ def share(
     """
     check_choice("share", "release", release, ("lazy", "eager"))
     made: tuple[LegacyScopes, ...] = tuple(
-        scopes(each) if id(each) in _entries else scopes(each, session=session) for each in objects
+        scopes(each, session=session if _entry_of(each) is None else None) for each in objects
     )
     for tenant in made:
         _check_shareable(tenant)
+    if len({id(tenant) for tenant in made}) < len(made):
+        raise ConfigError("share(): an object was named twice", (), "share(policy, value_model, policy_generation)")
     sharing = Sharing()
     for tenant in made:
         control = tenant._control  # noqa: SLF001 (what scopes() makes, share() configures)

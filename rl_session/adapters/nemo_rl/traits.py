@@ -166,7 +166,9 @@ def _check_names(cls: type[Any], kind: Kind, given: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"scopes({kind}, {name}={value!r}) is not an option of a {kind}",
                 (f"options: {', '.join(sorted(known))}",),
-                f"scopes({kind}, backend=...)",
+                "share(policy, policy_generation)  # lazy release is for objects that share their GPUs"
+                if name == "release"
+                else f"scopes({kind}, backend=...)",
             )
 
 
