@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import torch
+from structlog.typing import Processor
 from torch import Tensor, nn
 
 from rl_session.audit import AuditLog, events
@@ -44,6 +45,9 @@ class Session:
         host_budget: The most bytes of host memory all participants together may hold; None for no limit.
         release: When bytes leave the device: "eager" (default), "lazy" or "never".
         verify: "checksum" compares contents at every move; "off" by default.
+        audit_processors: structlog processors that each record passes through; ``rl_session.audit.forward`` makes some that hand
+            it on to a structlog logger, to standard logging or to any callable.
+        audit_rotate_nbytes: Begin a new part of the log when it has this many bytes; readers find the parts.
 
     Raises:
         ConfigError: A value is not one of its choices.
@@ -58,6 +62,8 @@ class Session:
         host_budget: int | None = None,
         release: Release | None = None,
         verify: Verify | None = None,
+        audit_processors: Sequence[Processor] = (),
+        audit_rotate_nbytes: int | None = None,
     ) -> None:
         if release is not None:
             check_choice("Session", "release", release, ("eager", "lazy", "never"))
@@ -70,7 +76,7 @@ class Session:
         self._closed = False
         self._participants: list[TrainableModel] = []
         self._devices: dict[str, Device] = {}
-        log = AuditLog(audit_path)
+        log = AuditLog(audit_path, processors=audit_processors, rotate_nbytes=audit_rotate_nbytes)
         pool = HostPool(host_budget, self._warn)
         self._run = Run(log, pool, release=release or "eager", verify=verify or "off", device_budget=device_budget)
         log.write(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from rl_session.audit.check import assert_log_is_consistent
 
 # Before torch is imported; `make test` runs several processes. Set, it reaches the processes that tests start too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,3 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _every_log_is_consistent(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test makes a session write must replay without a contradiction (tests of the audit plant their own)."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    if folder is None or "audit" in request.path.parts:
+        return
+    for path in sorted(folder.glob("*.jsonl")):
+        assert_log_is_consistent(path, finished=False)
