@@ -83,6 +83,7 @@ class TrainableModel:
 
         Raises:
             ConfigError: There is no such mode.
+            UsageError: GENERATION, without an engine.
             ScopeError: A scope is open.
             RLSessionError: The transition failed and was rolled back; the resting mode stands.
         """
@@ -93,7 +94,21 @@ class TrainableModel:
             raise ConfigError(
                 f"switch({mode!r}): there is no such mode", (f"modes: {listed}",), 'switch("resident")'
             ) from error
+        self._check_can_rest(wanted)
         self._control.switch(wanted, f"switch({wanted.value!r})", call_site())
+
+    def _check_can_rest(self, mode: Mode) -> None:
+        """Refuse to rest in GENERATION without an engine.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if mode is Mode.GENERATION:
+            raise UsageError(
+                f"{self._control.label}: switch('generation') needs an engine, and a {self._kind} model has none",
+                self._control.explain()[1],
+                "value.switch('logprob')",
+            )
 
     def offload(self) -> None:
         """Rest on the host, and really evict, also under ``release="lazy"``. The second call does nothing.
@@ -375,6 +390,10 @@ class Policy(TrainableModel):
             engine=engine.name,
         )
         return scope
+
+    def _check_can_rest(self, mode: Mode) -> None:
+        if mode is Mode.GENERATION:
+            self._only_engine("switch('generation')")
 
     def _only_engine(self, attempted: str) -> InProcessEngine:
         if len(self._engines) != 1:

@@ -78,7 +78,7 @@ class Scope(Generic[H_co]):
         site = self._use_once()
         try:
             self._token = self._control.acquire(self._spelling, site, self._timeout)
-            with self._control.changing():
+            with self._control.lock, DeferredInterrupt():  # as Control.changing(), without its generator
                 frame = self._enter(site)
                 frame.undo = self._set_forwards(frame)
         except BaseException as error:  # also an interrupt that waited for the move to end: the block will never run
@@ -144,6 +144,8 @@ class Scope(Generic[H_co]):
         if modules is not None:
             modules.__enter__()
         thread, grad_was_on = threading.get_ident(), torch.is_grad_enabled()
+        if modules is None and grad_was_on == (forwards == "train"):
+            return None  # as the scope around it left things
         torch.set_grad_enabled(forwards == "train")
 
         def undo() -> None:

@@ -14,6 +14,9 @@ from typing import Self
 __all__ = ["DeferredInterrupt"]
 
 
+_MAIN = threading.main_thread().ident
+
+
 class DeferredInterrupt:
     """A block in which SIGINT is remembered, and handed to the handler there was when the block has ended.
 
@@ -22,18 +25,22 @@ class DeferredInterrupt:
     """
 
     __slots__ = ("_fired", "_frame", "_previous", "_signum")
+    _outermost: DeferredInterrupt | None = None
+    """The block that remembers now; only the main thread ever sets it."""
 
-    def __init__(self) -> None:
-        self._fired = False
-        self._previous: object = None
-        self._signum = 0
-        self._frame: FrameType | None = None
+    @staticmethod
+    def is_active() -> bool:
+        """Whether this thread is in such a block already."""
+        return DeferredInterrupt._outermost is not None and threading.get_ident() == _MAIN
 
     def __enter__(self) -> Self:
-        if threading.get_ident() == threading.main_thread().ident:
+        self._previous: object = None
+        if DeferredInterrupt._outermost is None and threading.get_ident() == _MAIN:
             previous = _signal.getsignal(_signal.SIGINT)
-            if callable(previous) and getattr(previous, "__func__", None) is not DeferredInterrupt._remember:
+            if callable(previous):
+                self._fired = False
                 self._previous = previous
+                DeferredInterrupt._outermost = self
                 _signal.signal(_signal.SIGINT, self._remember)
         return self
 
@@ -46,6 +53,7 @@ class DeferredInterrupt:
         previous = self._previous
         if not callable(previous):
             return
+        DeferredInterrupt._outermost = None
         _signal.signal(_signal.SIGINT, previous)
         if self._fired:
             previous(self._signum, self._frame)

@@ -37,10 +37,10 @@ class Token:
 
     def is_mine(self, found: Token | None) -> bool:
         """Whether the caller is the owner, or a thread that works for it with its context (``asyncio.to_thread``)."""
+        if self.task is None and threading.get_ident() == self.thread:
+            return True
         task = current_task()
-        if self.task is not None:
-            return task is self.task or (task is None and found is self)
-        return threading.get_ident() == self.thread or (task is None and found is self)
+        return (self.task is not None and task is self.task) or (task is None and found is self)
 
 
 _found: ContextVar[MappingProxyType[int, Token]] = ContextVar("rl_session_tokens", default=MappingProxyType({}))
@@ -102,7 +102,8 @@ class Ownership:
                 thread = threading.current_thread()
                 self._token = Token(threading.get_ident(), thread.name, current_task(), call_site)
             token = self._token
-        _found.set(MappingProxyType({**_found.get(), id(self): token}))
+        if _found.get().get(id(self)) is not token:
+            _found.set(MappingProxyType({**_found.get(), id(self): token}))
         return token
 
     def check(self, attempted: str) -> None:

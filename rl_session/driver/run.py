@@ -61,11 +61,13 @@ class Run:
     def recorder(self, policy: str) -> Callable[..., int]:
         """A function that writes an event of ``policy`` with the current step filled in."""
 
+        log = self.log
+
         def write(event: Event, *, scope_id: int | None = None, transition_id: int | None = None) -> int:
+            if DeferredInterrupt.is_active():
+                return log.write(event, policy=policy, scope_id=scope_id, transition_id=transition_id, step=self.step)
             with DeferredInterrupt():  # or a record could be lost between its number and its line
-                return self.log.write(
-                    event, policy=policy, scope_id=scope_id, transition_id=transition_id, step=self.step
-                )
+                return log.write(event, policy=policy, scope_id=scope_id, transition_id=transition_id, step=self.step)
 
         return write
 

@@ -209,6 +209,7 @@ class Guard:
         explain: Gives the label of the policy and facts for messages.
         on_load: Called after a ``load_state_dict`` of module or optimizer.
         on_step: Called after every optimizer step.
+        on_before_step: Called before every optimizer step; a subclass that calls ``super().step()`` makes two, one in the other.
         on_train_forward: Called before every forward in train mode, which may write buffers (a batch norm's statistics
             change without a version counter telling).
     """
@@ -218,6 +219,7 @@ class Guard:
     on_load: Callable[[], None]
     on_step: Callable[[], None]
     on_train_forward: Callable[[], None] = lambda: None
+    on_before_step: Callable[[], None] = lambda: None
     paused: int = 0
     _is_in_forward: bool = False
     """Whether a guarded forward is running, whose output stands for those of its submodules."""
@@ -329,6 +331,7 @@ class Guard:
     def _before_step(self, *_: Any) -> None:
         remedy = "with policy.training_mode(): optimizer.step()"
         self.refuse("optimizer.step()", ("params", "grads", "optimizer"), remedy)
+        self.on_before_step()
 
     def _after_step(self, *_: Any) -> None:
         self.on_step()

@@ -52,6 +52,9 @@ class Trainer:
         """The open train step, if one is open."""
         self.is_torn = False
         """Whether a failed optimizer step left parameters part old, part new."""
+        self._steps_running = 0
+        self._was_intact = False
+        """Whether the host copies were those of entry when the last optimizer step began."""
         self.discards = False
         """Whether live gradients may be zeroed without asking."""
 
@@ -154,7 +157,7 @@ class Trainer:
         changed: list[Changed] = []
         try:
             yield changed
-        except Exception as error:
+        except BaseException as error:
             error.rl_changed = self._changed_since(before)  # type: ignore[attr-defined]
             raise
         changed += self._changed_since(before)
@@ -172,6 +175,7 @@ class Trainer:
     def _undoing_failed_steps(self) -> Iterator[None]:
         """If ``optimizer.step()`` fails half-way, restore what it wrote from the host copies of entry."""
         structure = OptimizerStructure.of(self.spec.optimizer) if self.engine.snapshots_intact else None
+        self._steps_running = 0
         try:
             yield
         except OptimizerStepFailed as failure:
@@ -180,7 +184,8 @@ class Trainer:
     def _undo_step(self, structure: OptimizerStructure | None, cause: BaseException) -> None:
         label, facts = self.engine.explain()
         text = f"{type(cause).__name__}: {cause}"
-        if structure is not None and self.engine.snapshots_intact:
+        if structure is not None and self._was_intact:
+            self.engine.snapshots_intact = True  # a step that calls super().step() and then fails was no step
             structure.put_back()
             if self.engine.restore_snapshot(_WRITTEN_BY_A_STEP):
                 if not isinstance(cause, Exception):  # Ctrl-C stays what it is
@@ -273,6 +278,18 @@ class Trainer:
         nbytes: int = sum(p.numel() * p.element_size() for p in trainable)
         missing: int = sum(p.numel() * p.element_size() for p in trainable if p.grad is None)
         return missing + (0 if self.spec.optimizer.state else 2 * nbytes)
+
+    def step_begins(self) -> None:
+        """An optimizer step begins; inside another one (``super().step()``) it is part of that."""
+        if not self._steps_running:
+            self._was_intact = self.engine.snapshots_intact
+        self._steps_running += 1
+
+    def step_ended(self) -> None:
+        """An optimizer step ended well: the host copies are no longer those of the weights."""
+        self._steps_running = max(0, self._steps_running - 1)
+        self.engine.stamps.consume(self.consumed_gradients())
+        self.engine.forget_snapshots()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -50,8 +50,15 @@ class Worker:
         self._mode = Mode.RESIDENT
         self._reference: Reference | None = None
         self._buffers_written = False
-        self._guard = Guard(self.engine.away, explain, self._loaded, self._stepped, self._forwarded_in_train)
         self._trainer = Trainer(spec, self.engine, self.forward)
+        self._guard = Guard(
+            self.engine.away,
+            explain,
+            on_load=self._loaded,
+            on_step=self._stepped,
+            on_train_forward=self._forwarded_in_train,
+            on_before_step=self._trainer.step_begins,
+        )
         self._keeper = Keeper(spec, self.engine, self._guard, self._trainer)
         self._first = self.engine.refresh(deep=True)
         # What a group may call beside the methods below.
@@ -268,8 +275,7 @@ class Worker:
     def _stepped(self) -> None:
         if self.engine.device.is_told:
             self.engine.refresh()  # gradients and new state are there together only now: the peak of a step
-        self.engine.stamps.consume(self._trainer.consumed_gradients())
-        self.engine.forget_snapshots()
+        self._trainer.step_ended()
 
     # -- compute -------------------------------------------------------------------------------------------------
 

@@ -601,6 +601,23 @@ def test_a_session_tells_what_its_objects_hold(session: rs.Session) -> None:
     assert told["unknown"] == ["optimizer"]
 
 
+def test_names_are_told_apart(session: rs.Session) -> None:
+    actor, teacher = LegacyPolicy("megatron"), LegacyPolicy("megatron")
+    assert scopes(actor, session=session).name == "policy"
+    assert scopes(teacher, session=session).name not in ("", "policy")
+    with pytest.raises(rs.ConfigError, match="the name is taken"):
+        scopes(LegacyPolicy("megatron"), session=session, name="policy")
+
+
+def test_an_engine_that_dies_awake_ends_in_the_log(session: rs.Session) -> None:
+    engine = LegacyGeneration()
+    share(engine, session=session)
+    with scopes(engine).awake():
+        pass
+    del engine
+    gc.collect()
+
+
 def test_closing_leaves_a_policy_alone_and_puts_an_engine_to_sleep(session: rs.Session) -> None:
     policy, engine = LegacyPolicy("megatron"), LegacyGeneration()
     share(policy, engine, session=session)

@@ -1,4 +1,4 @@
-"""Random programs over tenants of the same GPUs, with failures: what is believed is true, and what is computed is where it must be.
+"""Random programs over tenants of the same GPUs, with failures: what is believed is true, what is computed is there.
 
 The GPUs of the model refuse two tenants at once, and computing on what is away fails, as there.
 """
@@ -134,6 +134,7 @@ def run_step(rig: Rig, action: str, arguments: list[Any]) -> None:
                 legacy.fail(arguments[0], when=arguments[1])
         else:
             for legacy in rig.objects.values():
+                legacy.heal()
                 scopes(legacy).recover()
     except (rs.RLSessionError, ValueError):
         assert action != "fail"

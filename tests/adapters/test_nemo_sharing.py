@@ -386,6 +386,16 @@ def test_a_refit_bounds_the_peak(session: rs.Session, release: Any, audit_path: 
     assert [r.event.version for r in rs.read_audit(audit_path) if r.name == "weights.published"] == [1]
 
 
+def test_a_refit_inside_a_scope_is_refused_before_anything_moves(session: rs.Session) -> None:
+    run = Actors()
+    share(run.policy, run.generation, session=session)
+    with scopes(run.policy).training_mode():
+        run.lifecycle()
+        with pytest.raises(rs.ScopeError, match=r"refit\(\) inside training_mode"):
+            scopes(run.policy).refit(run.generation, lambda: None)
+        assert run.lifecycle() == []
+
+
 @pytest.mark.parametrize("release", ["lazy", "eager"])
 def test_a_transfer_that_fails_leaves_both_sides_defined(session: rs.Session, release: Any) -> None:
     run = Actors()
@@ -400,6 +410,22 @@ def test_a_transfer_that_fails_leaves_both_sides_defined(session: rs.Session, re
     assert scopes(run.policy).health == scopes(run.generation).health == "ok"
     for _ in range(2):
         grpo_step(run)
+
+
+def test_the_first_error_of_a_refit_is_on_top(session: rs.Session) -> None:
+    run = Actors()
+    share(run.policy, run.generation, session=session)
+
+    def transfer() -> None:
+        run.generation.fail("finish_generation")
+        run.generation.fail("finish_generation")
+        raise ValueError("ZMQ timed out")
+
+    with pytest.raises(ValueError, match="ZMQ") as raised:
+        scopes(run.policy).refit(run.generation, transfer)
+    assert "putting the engine to sleep" in raised.value.__notes__[-1]
+    run.generation.heal()
+    grpo_step(run)
 
 
 @pytest.mark.parametrize(("phase", "letter"), [(0, "weights"), (1, "kv_cache")])

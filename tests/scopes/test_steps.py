@@ -496,3 +496,29 @@ def test_recover_takes_the_last_checkpoint(make: Callable[..., Any], tmp_path: P
     assert rig.policy.mode is rs.Mode.RESIDENT
     with rig.policy.training_mode():
         rig.train()
+
+
+class Late(torch.optim.AdamW):
+    """Fails after the step it inherits has written everything."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.fails:
+            raise ValueError("too late")
+        return result
+
+
+def test_a_step_that_fails_after_the_one_it_calls_is_undone_too(make: Callable[..., Any]) -> None:
+    rig = make(optimizer=lambda parameters: Late(parameters, lr=0.1))
+    before = rig.state()
+    with rig.policy.training_mode():
+        rig.optimizer.fails = True
+        with pytest.raises(rs.OptimizerStepError):
+            rig.train()
+        rig.optimizer.fails = False
+    assert rig.policy.health == "ok"
+    assert rig.state() == before
+    with rig.policy.training_mode():
+        rig.train()

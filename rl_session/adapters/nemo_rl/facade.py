@@ -13,7 +13,7 @@ from rl_session.adapters.nemo_rl.groups import ENGINE_COMPONENTS, EngineGroup, L
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site
 from rl_session.driver.control import Control, Frame
-from rl_session.errors import ScopeError, UsageError
+from rl_session.errors import RLSessionError, ScopeError, UsageError
 from rl_session.lifecycle import Mode, Placement, Tier
 from rl_session.offload.device import Device
 from rl_session.scope import Scope
@@ -264,6 +264,7 @@ class PolicyScopes(_TrainerScopes):
 
         Raises:
             EngineError: A wake failed, or said False; both sides were put back.
+            ScopeError: A scope of the policy is open, and the engine is on the same GPUs.
             RLSessionError: A legacy call failed and was undone.
         """
         from rl_session.adapters.nemo_rl.registry import scopes  # at call time: the registry makes these objects
@@ -283,14 +284,21 @@ class PolicyScopes(_TrainerScopes):
     def _refit_beside(self, engine: EngineScopes, transfer: Callable[[], T]) -> T:
         shares_weights = engine.group.traits.shares_weights
         first = ("colocated_refit",) if shares_weights else ("weights",)
-        if engine.group.is_awake:  # what it has cached is of the old weights, and its memory is needed
-            engine.offload()
-        try:
+        if self.open_scope():
+            raise ScopeError(
+                f"{self._control.label}: refit() inside {self._control.frames[-1].describe()}",
+                self._control.explain()[1],
+                "scopes(policy).refit(policy_generation, transfer)  # after that block has ended",
+            )
+        try:  # an engine that is awake is put to sleep by the first entry, with what it cached of the old weights
             with self.refit_mode(), engine._awake(first, hold=True):  # noqa: SLF001
                 result = transfer()
-        except BaseException:
-            if not engine.group.is_asleep and engine.health == "ok":
-                engine.offload()  # half of its weights may be new
+        except BaseException as error:
+            if not engine.group.is_asleep and engine.health == "ok":  # half of its weights may be new
+                try:
+                    engine.offload()
+                except RLSessionError as failure:
+                    error.add_note(f"and while putting the engine to sleep: {failure}")
             raise
         if not shares_weights:
             with engine._awake(None, hold=True):  # noqa: SLF001 (its entry sends the policy away first)

@@ -219,10 +219,9 @@ class LegacyGroup(ABC):
         """What differs from what the log was told last; what is not known is told when it is."""
         moved = []
         for name, tier in self.known().items():
-            was = self._logged.get(name)
-            if tier is None or tier is was:
+            if tier is None:
                 continue
-            source = was or Tier.NONE
+            source = self._logged.get(name, Tier.NONE)
             if source is not tier:
                 copied = source is not Tier.NONE and tier is not Tier.NONE
                 moved.append(Moved(name, source, tier, self.nbytes.get(name, 0), 1, elided=not copied))
@@ -567,5 +566,9 @@ class EngineGroup(LegacyGroup):
 
     def _detach(self) -> None:
         """What these scopes woke, they put to sleep."""
-        if self.traits.colocated and self.is_awake:
+        if not self.traits.colocated or not self.is_awake:
+            return
+        if self.is_alive:
             self._sleep()
+        else:
+            self.tell(events.EngineSlept(engine=self.name))

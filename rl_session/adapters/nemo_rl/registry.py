@@ -142,7 +142,7 @@ def _make(
     is_engine = isinstance(traits, EngineTraits)
     _check_sizes(nbytes, ENGINE_COMPONENTS if is_engine else COMPONENTS)
     run = _nowhere if session is None else session._run  # noqa: SLF001 (an adapter is a participant like the library's own)
-    name = name or _free_name("generation" if is_engine else traits.kind, session)
+    name = _name(name, traits.kind, session)
     group: LegacyGroup
     resting = Mode.OFFLOADED if is_engine or base == "offloaded" else Mode.RESIDENT
     if isinstance(traits, EngineTraits):
@@ -179,9 +179,21 @@ def _weakly(legacy: Any) -> weakref.ref[Any]:
         ) from error
 
 
-def _free_name(wanted: str, session: Session | None) -> str:
-    taken = {entry.scopes.name for entry in _entries.values() if entry.session is session}
-    return wanted if wanted not in taken else f"{wanted}{next(_numbers)}"
+def _name(wanted: str | None, kind: str, session: Session | None) -> str:
+    """A name that nobody in the session has.
+
+    Raises:
+        ConfigError: The user's own is taken.
+    """
+    taken = set() if session is None else {participant.name for participant in session._participants}  # noqa: SLF001
+    if wanted in taken:
+        raise ConfigError(
+            f"scopes({kind}, name={wanted!r}): the name is taken in this session",
+            (),
+            f"scopes({kind}, name={wanted + '2'!r})",
+        )
+    default = "generation" if kind == "engine" else kind
+    return wanted or (default if default not in taken else f"{default}{next(_numbers)}")
 
 
 def _forget(made: LegacyScopes) -> None:
