@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rl_session.adapters.nemo_rl.calls import LegacyHandle, check, gate_of
-from rl_session.adapters.nemo_rl.groups import ENGINE_COMPONENTS, EngineGroup, LegacyGroup, TrainerGroup, Wish
+from rl_session.adapters.nemo_rl.engine import ENGINE_COMPONENTS, EngineGroup
+from rl_session.adapters.nemo_rl.groups import LegacyGroup, Wish
+from rl_session.adapters.nemo_rl.trainer import TrainerGroup
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site
 from rl_session.driver.control import Control, Frame

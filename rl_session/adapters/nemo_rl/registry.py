@@ -13,9 +13,11 @@ from typing import Any, Literal, Protocol, overload
 import attrs
 
 from rl_session.adapters.nemo_rl.effects import COMPONENTS
+from rl_session.adapters.nemo_rl.engine import ENGINE_COMPONENTS, EngineGroup
 from rl_session.adapters.nemo_rl.facade import EngineScopes, LegacyScopes, PolicyScopes, ValueScopes
-from rl_session.adapters.nemo_rl.groups import ENGINE_COMPONENTS, EngineGroup, LegacyGroup, TrainerGroup
+from rl_session.adapters.nemo_rl.groups import LegacyGroup
 from rl_session.adapters.nemo_rl.sharing import Sharing
+from rl_session.adapters.nemo_rl.trainer import TrainerGroup
 from rl_session.adapters.nemo_rl.traits import EngineTraits, TrainerTraits, read_traits
 from rl_session.audit import AuditLog
 from rl_session.config import check_choice
