@@ -634,8 +634,17 @@ class Control:
         raise ModeError(
             f"{self.label}: {shown} {self._why_not(needs)}",
             (*self.explain()[1], f"legal in: {listed}"),
-            f"with {self.kind}.{scope_to_write(gate, self.kind)}(): {self.kind}.{shown.replace('()', '(...)')}",
+            self._where_to_call(gate, shown.replace("()", "(...)")),
         )
+
+    def _where_to_call(self, gate: str, shown: str) -> str:
+        """What to write for a call: the scope it belongs in, and where that scope may stand."""
+        scope = f"{self.kind}.{scope_to_write(gate, self.kind)}()"
+        code = f"with {scope} as p: p.{shown}" if gate == "generate" else f"with {scope}: {self.kind}.{shown}"
+        outer = self.frames[-1] if self.frames else None
+        if outer is None or any(may_nest(outer.mode, mode) for mode in modes_allowing(gate)):
+            return code
+        return f"{code}  # after the block of {outer.spelling} has ended"
 
     def _why_not(self, needs: tuple[Component, ...]) -> str:
         """In words: what is missing, where it is; or only that the mode does not allow it."""

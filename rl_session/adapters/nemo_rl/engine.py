@@ -6,7 +6,7 @@ Knows nothing of trainers but the one whose weights it may serve.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_session.adapters.nemo_rl.groups import LegacyGroup
 from rl_session.adapters.nemo_rl.traits import EngineTraits

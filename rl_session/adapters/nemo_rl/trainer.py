@@ -1,6 +1,6 @@
 """A ``Policy`` or ``Value``: which legacy calls a transition needs, making them, and taking them back when one fails.
 
-Knows the object's effects from :mod:`rl_session.adapters.nemo_rl.effects`, and nothing of engines but whether one serves its weights.
+Knows what the methods do from :mod:`rl_session.adapters.nemo_rl.effects`, and of engines only whether one serves its weights.
 """
 
 from __future__ import annotations
