@@ -388,7 +388,8 @@ class Control:
     def _retry_release(self, attempted: str) -> None:
         """The way out of an earlier scope failed: make up for it before anything else."""
         if self._pending_release:
-            self._go_outside(self.mode, f"pending release, before {attempted}", None)
+            mode = self.frames[-1].mode if self.frames else self.resting_mode
+            self._go_outside(mode, f"pending release, before {attempted}", None)
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
@@ -579,9 +580,9 @@ class Control:
             self.ownership.check(f"{method}()")
         with self._serialised():
             self.ready(f"{method}()")
-            self.check_mode(gate)
             if gate in CALL_NEEDS:
                 self._retry_release(f"{method}()")
+            self.check_mode(gate)
             self.last_used = self.run.arbiter.tick()
             mode, start = self.mode, time.perf_counter()
             try:
@@ -693,7 +694,18 @@ class Control:
             # All of it is on the host now: what came into being since the resting placement was noted was on the device.
             self.resting = Placement({n: t if t is not Tier.NONE else Tier.DEVICE for n, t in self.resting.items()})
             self._record(events.PolicyRecovered(origin=origin, placement=placement.as_text(), nbytes=nbytes))
-            self._go_outside(self.resting_mode, "recover()", None)
+            try:
+                self._transition(
+                    self.resting_mode,
+                    "recover()",
+                    scope_id=None,
+                    stored=self.resting,
+                    explicit=self._explicit,
+                    rests=True,
+                )
+            except BaseException:
+                self._pending_release = True  # no scope ended: the mode stands until what comes next makes up for it
+                raise
             return origin
 
     def _drop_frames(self, why: str) -> None:

@@ -60,7 +60,6 @@ class Run:
 
     def recorder(self, policy: str) -> Callable[..., int]:
         """A function that writes an event of ``policy`` with the current step filled in."""
-
         log = self.log
 
         def write(event: Event, *, scope_id: int | None = None, transition_id: int | None = None) -> int:
