@@ -1,0 +1,118 @@
+"""The PPO example fits into its device, its losses do not depend on when bytes leave, and its log is consistent."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rl_session as rs
+from rl_session.audit.check import assert_log_is_consistent
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "ppo.py"
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TERM": "dumb", "COLUMNS": "200"}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("ppo")
+    return {release: folder / f"{release}.jsonl" for release in ("eager", "lazy")}
+
+
+@pytest.fixture(scope="module")
+def outputs(logs: dict[str, Path]) -> dict[str, str]:
+    """What the example prints, two steps each way."""
+    found = {}
+    for release, log in logs.items():
+        done = run("--steps", "2", "--warmup-steps", "2", "--losses", "--release", release, "--log", str(log))
+        assert done.returncode == 0, done.stderr
+        found[release] = done.stdout
+    return found
+
+
+def losses(output: str) -> list[str]:
+    return re.findall(r"(?:actor|critic) loss \S+", output)
+
+
+def number(output: str, row: str) -> int:
+    """The number in a row of the table."""
+    found = re.search(rf"{re.escape(row)}\W+([\d,]+)", output)
+    assert found, output
+    return int(found[1].replace(",", ""))
+
+
+def bytes_moved(log: Path) -> int:
+    return sum(r.event.bytes_moved for r in rs.read_audit(log) if r.name == "transition.committed")
+
+
+def bytes_swapped(log: Path) -> int:
+    return sum(r.event.nbytes for r in rs.read_audit(log) if r.name == "reference.swapped")
+
+
+def test_losses_are_the_same_to_the_last_bit_eager_and_lazy(outputs: dict[str, str]) -> None:
+    assert len(losses(outputs["eager"])) == 4
+    assert losses(outputs["eager"]) == losses(outputs["lazy"])
+
+
+def test_lazy_moves_fewer_bytes_and_the_table_says_what_the_log_says(
+    outputs: dict[str, str], logs: dict[str, Path]
+) -> None:
+    moved = {release: bytes_moved(log) for release, log in logs.items()}
+    swapped = {release: bytes_swapped(log) for release, log in logs.items()}
+    assert 0 < moved["lazy"] + swapped["lazy"] < moved["eager"] + swapped["eager"]
+    for release, output in outputs.items():
+        assert number(output, "bytes moved") == moved[release]
+        assert number(output, "bytes swapped for the reference") == swapped[release]
+
+
+@pytest.mark.parametrize("release", ["eager", "lazy"])
+def test_four_tenants_never_hold_more_than_the_device_has(
+    outputs: dict[str, str], logs: dict[str, Path], release: str
+) -> None:
+    capacity = number(outputs[release], "device capacity")
+    peak = number(outputs[release], "device peak")
+    assert 0 < peak <= capacity
+    assert re.search(r"peak <= capacity\W+True", outputs[release])
+
+    # Not even the weights and moments of the two fit side by side: the capacity is a real one.
+    nbytes = {
+        record.policy: sum(record.event.nbytes.values())
+        for record in rs.read_audit(logs[release])
+        if record.name == "policy.created"
+    }
+    assert capacity < nbytes["actor"] + 3 * nbytes["critic"]
+
+
+@pytest.mark.parametrize("release", ["eager", "lazy"])
+def test_the_log_of_a_run_is_consistent(outputs: dict[str, str], logs: dict[str, Path], release: str) -> None:
+    assert outputs[release]
+    assert_log_is_consistent(logs[release])
+
+
+def test_lazy_evicts_one_tenant_for_the_other(outputs: dict[str, str], logs: dict[str, Path]) -> None:
+    assert outputs["lazy"]
+    evicted = {
+        record.policy
+        for record in rs.read_audit(logs["lazy"])
+        if record.name == "transition.started" and record.event.reason.startswith("evicted for ")
+    }
+    assert evicted == {"actor", "critic"}
+
+
+def test_wrong_arguments_are_refused_with_usage() -> None:
+    refused = run("--steps", "0")
+    assert refused.returncode == 2
+    assert "at least 1" in refused.stderr
+    assert "usage:" in refused.stderr
