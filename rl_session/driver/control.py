@@ -259,8 +259,8 @@ class Control:
             self.frames.append(frame)
             self._record(
                 events.ScopeEntered(
-                    mode=mode.value,
-                    outer_mode=frame.outer_mode.value,
+                    mode=mode._value_,  # `.value` is a property, at ten times the cost
+                    outer_mode=frame.outer_mode._value_,
                     depth=len(self.frames) - 1,
                     via=via,
                     call_site=call_site,
@@ -314,6 +314,13 @@ class Control:
                     events.WarningIssued(code="scope_already_closed", message=message), scope_id=frame.scope_id
                 )
                 return
+            if frame is self.frames[-1]:  # as `with` blocks end; the rest is for those who call __exit__ by hand
+                try:
+                    self._close_frame(frame, error_text(error))
+                finally:
+                    if not self.frames:
+                        self.ownership.release()
+                return
             inner = self.frames[self.frames.index(frame) + 1 :]
             failures = [self._try_close(left_open, "left open") for left_open in reversed(inner)]
             failures.append(self._try_close(frame, error_text(error)))
@@ -360,8 +367,8 @@ class Control:
         finally:
             self._record(
                 events.ScopeExited(
-                    mode=frame.mode.value,
-                    restored_mode=self.mode.value,
+                    mode=frame.mode._value_,
+                    restored_mode=self.mode._value_,
                     seconds=time.perf_counter() - frame.entered_at,
                     error=error or error_text(failure),
                 ),
