@@ -266,7 +266,7 @@ def run(arguments: argparse.Namespace, session: rs.Session, console: Console) ->
 def summary(log: Path, rewards: tuple[float, float], seconds: float) -> Table:
     """A table of rewards, and of what the audit log tells about moves."""
     transitions: Counter[str] = Counter()
-    moved = elided = 0
+    moved = elided = swapped = 0
     moving = 0.0
     for record in rs.read_audit(log):
         if record.name == "transition.committed":
@@ -274,6 +274,8 @@ def summary(log: Path, rewards: tuple[float, float], seconds: float) -> Table:
             moved += record.event.bytes_moved
             elided += record.event.bytes_elided
             moving += record.event.seconds
+        elif record.name == "reference.swapped":
+            swapped += record.event.nbytes
     table = Table(title="GRPO with scopes", show_header=False, min_width=60)
     table.add_row("held-out reward after warm-up", f"{rewards[0]:.3f}")
     table.add_row("held-out reward after GRPO", f"{rewards[1]:.3f}  ({rewards[1] - rewards[0]:+.3f})")
@@ -283,6 +285,7 @@ def summary(log: Path, rewards: tuple[float, float], seconds: float) -> Table:
     table.add_section()
     table.add_row("bytes moved", f"{moved:,}")
     table.add_row("bytes elided (not copied)", f"{elided:,}")
+    table.add_row("bytes swapped for the reference", f"{swapped:,}")
     table.add_row("seconds moving, of all", f"{moving:.1f} of {seconds:.1f}")
     table.add_row("log", str(log))
     return table
