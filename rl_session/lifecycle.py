@@ -317,16 +317,13 @@ def scope_to_write(call: str, kind: str = "policy") -> str:
 
 def _row_cells(mode: Mode, components: Mapping[str, Tier]) -> dict[str, Cell]:
     row = MODE_TABLE[mode]
-    named = {
+    named: dict[str, Cell] = {
         Component.PARAMS: row.weights,
         Component.BUFFERS: row.weights,
         Component.GRADS: row.grads,
         Component.REFERENCE: row.reference,
     }
-    return {name: named.get(Component(name), row.optimizer) if name in _NAMES else row.optimizer for name in components}
-
-
-_NAMES = frozenset(Component)
+    return {name: named.get(name, row.optimizer) for name in components}
 
 
 def _cell_tier(cell: Cell, now: Tier, flags: Flags, *, is_open: bool) -> Tier:

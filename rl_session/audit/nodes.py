@@ -15,7 +15,7 @@ import attrs
 from rl_session.audit.events import ENVELOPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
 Kind = Literal["scope", "transition", "call", "event"]
 Status = Literal["ok", "failed", "rolled back", "unfinished"]
@@ -434,11 +434,3 @@ class NodeBuilder:
         node.status = "failed" if record["event"] in FAILURES or node.error else "ok"
         self.touched = node
         return self._place(node, parent)
-
-
-def build_nodes(records: Iterable[dict[str, Any]]) -> Iterator[Node]:
-    """Yield the outermost nodes of a log, as each is complete; those that never were come last."""
-    builder = NodeBuilder()
-    for record in records:
-        yield from builder.feed(record)
-    yield from builder.finish()

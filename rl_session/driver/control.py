@@ -62,8 +62,6 @@ from rl_session.workers.replies import (
 
 __all__ = ["Control", "Frame"]
 
-Explain = Callable[[], tuple[str, tuple[str, ...]]]
-
 
 @attrs.define(eq=False)
 class Frame:

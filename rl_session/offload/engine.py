@@ -122,7 +122,7 @@ class Engine:
             FaultedError: It went wrong, and so did putting things back.
         """
         with library_access():
-            todo = plan(self.ledger.facts(snapshot), target)
+            todo = self.plan(snapshot, target)
             transaction = Transaction(self.ledger, snapshot, todo, self.pool, verify=self.verify, pin=self.pin)
             try:
                 transaction.run()

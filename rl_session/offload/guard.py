@@ -27,7 +27,11 @@ from torch.utils.hooks import RemovableHandle
 from rl_session.errors import OffloadedAccessError
 from rl_session.offload.inventory import reachable_tensors
 
-__all__ = ["AwayNote", "Guard", "describe_away", "hide", "reveal"]
+__all__ = ["AwayNote", "Explain", "Guard", "describe_away", "hide", "reveal"]
+
+
+Explain = Callable[[], tuple[str, tuple[str, ...]]]
+"""Gives the label of the policy, and facts for messages."""
 
 
 @attrs.define(eq=False)
@@ -44,7 +48,7 @@ class AwayNote:
     name: str
     component: str
     where: str
-    explain: Callable[[], tuple[str, tuple[str, ...]]]
+    explain: Explain
 
 
 _NOTES: dict[int, tuple[weakref.ref[Tensor], AwayNote]] = {}
@@ -215,7 +219,7 @@ class Guard:
     """
 
     away: Callable[[Iterable[str]], list[str]]
-    explain: Callable[[], tuple[str, tuple[str, ...]]]
+    explain: Explain
     on_load: Callable[[], None]
     on_step: Callable[[], None]
     on_train_forward: Callable[[], None] = lambda: None

@@ -6,7 +6,7 @@ share storages. Nothing is moved here. Knows components and tiers, not modes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NoReturn
 
 import attrs
@@ -18,16 +18,13 @@ from rl_session.lifecycle import Component, Placement, Tier
 from rl_session.offload import tensors
 from rl_session.offload.device import Device, EmulatedDevice
 from rl_session.offload.gradients import GradientStamps
-from rl_session.offload.guard import AwayNote, hide, reveal
+from rl_session.offload.guard import AwayNote, Explain, hide, reveal
 from rl_session.offload.inventory import Found, Inventory, Sources, scan
 from rl_session.offload.tensors import library_access
 from rl_session.offload.unit import Unit
 from rl_session.planning import StorageFacts
 
 __all__ = ["Explain", "Ledger", "Snapshot"]
-
-Explain = Callable[[], tuple[str, tuple[str, ...]]]
-"""Gives the label of the policy, and facts for messages."""
 
 
 @attrs.define(eq=False)
@@ -146,23 +143,20 @@ class Ledger:
         """Say where everything is, from a scan and its records; :meth:`away` answers from the last look."""
         live = [e.tensor for e in inventory.entries(Component.GRADS) if self.stamps.is_live(e.tensor)]
         nbytes: dict[str, dict[Tier, int]] = {name: {} for name in self.component_names()}
+        away: dict[str, int] = dict.fromkeys(nbytes, 0)
         freed: set[str] = set()
         for key, found in inventory.storages.items():
             unit = units[key]
             components = found.components
             counted = nbytes[components[0]]
             counted[unit.tier] = counted.get(unit.tier, 0) + unit.nbytes
+            if unit.tier is Tier.DEVICE:
+                continue
             for component in components:
+                away[component] += 1
                 if unit.tier is Tier.NONE:
                     freed.add(component)
-        self._away = {
-            name: sum(
-                1
-                for key, f in inventory.storages.items()
-                if name in f.components and units[key].tier is not Tier.DEVICE
-            )
-            for name in nbytes
-        }
+        self._away = away
         self.placement, self.nbytes = Placement(self._tiers(inventory, units)), nbytes
         self.is_stale = False
         return Snapshot(inventory, units, self.placement, live, frozenset(freed), nbytes)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from rl_session.errors import FaultedError, UnsupportedError
 from rl_session.lifecycle import Tier
 from rl_session.offload.engine import Engine, Snapshot
@@ -35,9 +33,11 @@ def capture(engine: Engine, components: Sequence[str]) -> dict[str, HostBuffer]:
             pairs = []
             for unit, buffer in zip(units.values(), buffers, strict=True):
                 if unit.tier is Tier.DEVICE:
-                    pairs.append((_storage(snapshot, unit), buffer.data))
+                    pairs.append((engine.ledger.storage(unit, snapshot), buffer.data))
                 else:  # built on the CPU and never moved: its own storage has the bytes
-                    source = unit.host.data if unit.host is not None else byte_alias(_storage(snapshot, unit))
+                    source = (
+                        unit.host.data if unit.host is not None else byte_alias(engine.ledger.storage(unit, snapshot))
+                    )
                     buffer.data.copy_(source)
             engine.device.copy_out(pairs)
             engine.device.synchronize()
@@ -73,7 +73,9 @@ def replaced(
         units = list(named.values())
         saved = _save(engine, snapshot, units)
         try:
-            engine.device.copy_in([(_storage(snapshot, unit), contents[name].data) for name, unit in named.items()])
+            engine.device.copy_in(
+                [(engine.ledger.storage(unit, snapshot), contents[name].data) for name, unit in named.items()]
+            )
             engine.device.synchronize()
         except BaseException:
             _write_back(engine, snapshot, units)
@@ -96,10 +98,6 @@ def _units(snapshot: Snapshot, components: Sequence[str]) -> dict[str, Unit]:
             repeats = sum(name.partition("#")[0] == found.name for name in units) if found.name in units else 0
             units[f"{found.name}#{repeats}" if repeats else found.name] = snapshot.units[key]
     return units
-
-
-def _storage(snapshot: Snapshot, unit: Unit) -> torch.UntypedStorage:
-    return snapshot.inventory.storages[unit.key].storage
 
 
 def _check_same(engine: Engine, units: Mapping[str, Unit], contents: Mapping[str, HostBuffer]) -> None:
@@ -126,11 +124,11 @@ def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
     fallbacks = [unit for unit in stale if unit.is_snapshot]
     for unit in stale:
         unit.host_valid = unit.is_snapshot = False
-    engine.device.copy_out([(_storage(snapshot, u), u.host.data) for u in stale if u.host is not None])
+    engine.device.copy_out([(engine.ledger.storage(u, snapshot), u.host.data) for u in stale if u.host is not None])
     engine.device.synchronize()
     for unit in stale:
         unit.validate_host()
-        unit.checksum = engine.device.checksum(_storage(snapshot, unit)) if engine.verify else None
+        unit.checksum = engine.device.checksum(engine.ledger.storage(unit, snapshot)) if engine.verify else None
     for unit in fallbacks:  # what is there now is as good to fall back on: no step was made since
         unit.is_snapshot = True
     return sum(unit.nbytes for unit in stale)
@@ -138,7 +136,7 @@ def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
 
 def _write_back(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> None:
     """Put the live bytes back; once more after a failure, and before an interrupt is handed on."""
-    pairs = [(_storage(snapshot, u), u.host.data) for u in units if u.host is not None]
+    pairs = [(engine.ledger.storage(u, snapshot), u.host.data) for u in units if u.host is not None]
     interrupt: BaseException | None = None
     for attempt in (1, 2):
         try:

@@ -17,7 +17,7 @@ from rl_session.errors import FaultedError, OpenStepError, UnsupportedError
 from rl_session.lifecycle import MODE_TABLE, Cell, Component, Facts, Flags, Mode, Placement, Tier, resolve, restore
 from rl_session.offload.device import Device
 from rl_session.offload.engine import Engine, Notice, Snapshot
-from rl_session.offload.guard import Guard
+from rl_session.offload.guard import Explain, Guard
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
 from rl_session.workers import compute
@@ -35,9 +35,7 @@ __all__ = ["Worker", "WorkerSpec"]
 class Worker:
     """One rank of a policy. See the module's text; every public method can be called through a group."""
 
-    def __init__(
-        self, spec: WorkerSpec, device: Device, pool: HostPool, explain: Callable[[], tuple[str, tuple[str, ...]]]
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, device: Device, pool: HostPool, explain: Explain) -> None:
         self.spec = spec
         self.module = spec.module
         reference = spec.reference if isinstance(spec.reference, nn.Module) else None

@@ -21,6 +21,7 @@ from rl_session.adapters.nemo_rl.traits import Kind
 from rl_session.audit import events
 from rl_session.errors import ClosedError
 from rl_session.lifecycle import Mode, Placement, Tier
+from rl_session.offload.guard import Explain
 from rl_session.offload.reports import Notice
 from rl_session.planning import Moved
 from rl_session.workers.replies import (
@@ -75,7 +76,7 @@ class LegacyGroup(ABC):
         self.hold = False
         """Whether the way out of the scope that is being left may leave everything where it is."""
         self.sharing: Sharing | None = None
-        self.explain: Callable[[], tuple[str, tuple[str, ...]]] = lambda: (label, ())
+        self.explain: Explain = lambda: (label, ())
         self.tell: Tell = lambda event: None
         self._logged: dict[str, Tier] = {}
         self._own: dict[str, Callable[..., Any]] = {
