@@ -83,9 +83,9 @@ _TABLE = (
                 return result
         """,
         more=(
-            "Also reported where one path prepares and another does not, with the condition of the path that does not. A function "
-            "that is handed a policy and only computes is judged by its callers in the same module: without one that is known to "
-            "have sent the policy away nothing is said, since the caller elsewhere may have prepared it."
+            "Also reported where one path prepares and another does not, with the condition of the path that does not. "
+            "A function that is handed a policy and only computes is judged by its callers in the same module: without "
+            "one that is known to have sent the policy away nothing is said, since a caller elsewhere may have prepared it."
         ),
     ),
     Code(
@@ -271,8 +271,9 @@ _TABLE = (
                 policy.train(batch, loss_fn)
         """,
         more=(
-            "For an engine: only where the function does not ask whether the engine is colocated, or the path is the one on which it "
-            "is. For a policy and a value model: only where the function sends the other one away elsewhere, and so takes turns."
+            "For an engine: only where the function does not ask whether the engine is colocated, or on the path on which "
+            "it is. For a policy and a value model: only where the function sends the other one away elsewhere, and so "
+            "takes turns."
         ),
     ),
     Code(
@@ -380,8 +381,8 @@ _TABLE = (
                 policy.offload_to_cpu()
         """,
         more=(
-            "`finish_training()` of a policy is an empty placeholder; of a value model it offloads everything. A policy that is used under "
-            "the name of an engine neither wakes nor sleeps."
+            "`finish_training()` of a policy is an empty placeholder; of a value model it offloads everything. A policy "
+            "that is used under the name of an engine neither wakes nor sleeps."
         ),
     ),
     Code(

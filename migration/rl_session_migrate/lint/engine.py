@@ -85,10 +85,10 @@ def _check(module: Module) -> Iterator[Finding]:
         return
     yield from check_syntax(module)
     told = set()
-    for finding in _walk(module, loops=True).findings():
+    for finding in _walk(module, loops=True).verdicts.findings():
         told.add((finding.line, finding.column))
         yield finding
-    for finding in _walk(module, loops=False).half_prepared():
+    for finding in _walk(module, loops=False).verdicts.half_prepared():
         if (finding.line, finding.column) not in told:
             yield finding
 
