@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from rl_session.cli.audit import app as _audit
+from rl_session.cli.lint import EPILOG as _LINT_EPILOG
+from rl_session.cli.lint import lint as _lint
 
 __all__ = ["main"]
 
@@ -20,6 +22,7 @@ _app = typer.Typer(
     rich_markup_mode=None,
 )
 _app.add_typer(_audit, name="audit")
+_app.command("lint", epilog=_LINT_EPILOG)(_lint)
 
 
 def _print_version(value: bool) -> None:

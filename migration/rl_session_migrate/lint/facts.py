@@ -34,6 +34,7 @@ class Tests:
     def __init__(self, function: Function, source: Source) -> None:
         self._definitions = dict(_definitions(function, source))
         self._roots: dict[str, frozenset[str]] = {}
+        self._known: dict[cst.BaseExpression, tuple[str, bool] | None] = {}
 
     def assume(self, facts: Facts, test: cst.BaseExpression, outcome: bool) -> Facts | None:
         """The facts after a test came out as ``outcome``, or None if that contradicts what is known."""
@@ -126,6 +127,11 @@ class Tests:
 
     def _atom(self, test: cst.BaseExpression) -> tuple[str, bool] | None:
         """A condition as text and whether the text is what was tested or its negation; None if it may change by itself."""
+        if test not in self._known:
+            self._known[test] = self._read(test)
+        return self._known[test]
+
+    def _read(self, test: cst.BaseExpression) -> tuple[str, bool] | None:
         if any(
             isinstance(node, (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda))
             or (isinstance(node, cst.Call) and callee(node) not in _STABLE_CALLS)
