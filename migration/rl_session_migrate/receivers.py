@@ -9,6 +9,7 @@ nothing of control flow: a name that is bound to different tenants keeps its own
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
@@ -204,6 +205,7 @@ class Receivers:
         self._of_name: dict[tuple[str, str], _Found] = {}
         self._busy: set[tuple[str, str]] = set()
         self._speaks: bool | None = None
+        self._call_index: dict[Function, list[tuple[cst.Call, Function]]] | None = None
 
     @property
     def speaks(self) -> bool:
@@ -546,7 +548,7 @@ class Receivers:
         match binding.by:
             case By.PARAMETER:
                 named = self._conventional(node, identity)
-                return named if isinstance(named, (Receiver, _Many)) else None
+                return named if isinstance(named, (Receiver, _Many)) else self._handed(binding, node, identity)
             case By.ASSIGN if binding.value is not None:
                 return self._resolve(binding.value, binding.function)
             case By.ELEMENT if binding.value is not None:
@@ -558,6 +560,33 @@ class Receivers:
             case By.ASSIGN:
                 return None  # annotated only
         return _NOT
+
+    def _handed(self, binding: Binding, node: cst.BaseExpression, identity: Identity) -> _Found:
+        """What every call in this module hands to a parameter that says nothing of itself."""
+        names = [parameter.name for parameter in binding.function.parameters if not parameter.is_keyword_only]
+        name = identity.path
+        found: list[_Found] = []
+        for call, caller in self._calls().get(binding.function, ()):
+            positional, keywords, _ = arguments(call)
+            index = names.index(name) if name in names else len(positional)
+            value = keywords.get(name, positional[index] if index < len(positional) else None)
+            found.append(self._resolve(value, caller) if value is not None else None)
+        tenants = [item for item in found if isinstance(item, Receiver)]
+        if not tenants or len(tenants) != len(found) or len({item.tenant for item in tenants}) != 1:
+            return None
+        return Receiver(tenants[0].tenant, identity, min(item.evidence for item in tenants), node, tenants[0].api)
+
+    def _calls(self) -> Mapping[Function, list[tuple[cst.Call, Function]]]:
+        """The calls of each function of the module, with the functions they stand in."""
+        if self._call_index is None:
+            self._call_index = defaultdict(list)
+            for caller in self.outline.functions.values():
+                for node in walk(caller.node, into_functions=False):
+                    path = dotted(node.func) if isinstance(node, cst.Call) else None
+                    called = self.outline.callable_named(path, caller=caller) if path is not None else None
+                    if called is not None and isinstance(node, cst.Call):
+                        self._call_index[called].append((node, caller))
+        return self._call_index
 
     def _iterated(self, iterable: cst.BaseExpression, node: cst.BaseExpression, function: Function) -> _Found:
         """An element of what a loop goes over."""

@@ -363,7 +363,7 @@ class Plan:
     def bind(self, node: Node, path: Path) -> Path:
         """What a node's assignments change: facts about the names, and which object a name is."""
         names = self.bound[node.index]
-        if not names or not (path.facts or path.tenants or self.relevant):
+        if not names:
             return path
         facts = path.facts
         known = {
