@@ -72,7 +72,7 @@ def lint_text(text: str | bytes, path: str = "<string>", config: LintConfig | No
         return () if unreadable is None else (unreadable,)
     try:
         source = parse(raw, path)
-    except (cst.ParserSyntaxError, UnicodeDecodeError, LookupError, RecursionError) as error:
+    except (cst.ParserSyntaxError, SyntaxError, ValueError, LookupError, RecursionError) as error:
         return (_unreadable(error, path),)
     module = analyse(source, config.names)
     found = sorted({finding for finding in _check(module) if config.reports(finding.code)})

@@ -14,7 +14,7 @@ import libcst as cst
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.tree import Source, callee, code, walk
 
-__all__ = ["Facts", "Tests"]
+__all__ = ["Conditions", "Facts"]
 
 Facts = frozenset[tuple[str, bool]]
 """Conditions and how they came out. Contradictions never get in: assuming one yields None."""
@@ -23,7 +23,7 @@ _STABLE_CALLS = frozenset({"get", "len", "isinstance", "hasattr", "getattr", "bo
 _NEGATED = {"!=": "==", "is not": "is", "not in": "in"}
 
 
-class Tests:
+class Conditions:
     """The conditions of one function.
 
     Args:

@@ -16,7 +16,7 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.flow import Node, Part
-from rl_session_migrate.lint.facts import Tests
+from rl_session_migrate.lint.facts import Conditions
 from rl_session_migrate.lint.plan import Call, Event, Handed, Named, Plan, Yielded, guards
 from rl_session_migrate.lint.state import Path
 from rl_session_migrate.outline import Function
@@ -73,7 +73,7 @@ class Interpreter:
     def __init__(self, module: Module, judge: Callable[[Interpreter], Judge], *, loops: bool = True) -> None:
         self.module = module
         self.loops = loops
-        self.tests: dict[Function, Tests] = {}
+        self.tests: dict[Function, Conditions] = {}
         self.depth = 0
         self.calls: list[cst.Call] = []
         self._plans: dict[Function, Plan] = {}

@@ -37,6 +37,12 @@ class PathJudge:
         self.interpreter = interpreter
         self.verdicts = Verdicts(module, interpreter)
         self.checks = Checks(module, interpreter, self.verdicts)
+        # Only who is parked somewhere can be parked under a checkpoint.
+        self._parked = frozenset(
+            site.receiver.identity
+            for site in module.sites
+            if site.method == "finish_inference" and site.receiver is not None
+        )
 
     # -- what is asked -------------------------------------------------------------------------------------------
 
@@ -272,7 +278,7 @@ class PathJudge:
                     f"{receiver}.save_checkpoint() after {cause(state)} sent the parameters away",
                     f"{receiver}.prepare_for_training() before it, or: with scopes({receiver}).training_mode():",
                 )
-            after = attrs.evolve(after, saving=site)
+            after = attrs.evolve(after, saving=site if receiver.identity in self._parked else None)
         if site.method == "finalize_async_save":
             after = attrs.evolve(after, saving=None)
         if site.rule.gate and state.scopes:

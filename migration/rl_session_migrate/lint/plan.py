@@ -14,7 +14,7 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.flow import Direction, Edge, Graph, How, Node, Part, build, evaluated, solve
-from rl_session_migrate.lint.facts import Tests
+from rl_session_migrate.lint.facts import Conditions
 from rl_session_migrate.lint.state import Path, State, Step
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
@@ -98,7 +98,7 @@ class Plan:
         self.module = module
         self.function = function
         self.graph: Graph = build(function)
-        self.tests = Tests(function, module.source)
+        self.tests = Conditions(function, module.source)
         self.scopes: dict[int, Site] = {}
         self.deciding: set[cst.CSTNode] = set()
         self.rounds = dict(_rounds(self.graph))
