@@ -17,10 +17,10 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.outline import Binding, By, Function, Outline
-from rl_session_migrate.rules import Api, Tenant, is_distinctive, rule_of, speaks, tenants_of
+from rl_session_migrate.rules import HELPERS, RULES, Api, Tenant, is_distinctive, rule_of, speaks, tenants_of
 from rl_session_migrate.tree import arguments, callee, code, dotted, is_string, walk
 
-__all__ = ["Evidence", "Identity", "Names", "Receiver", "Receivers", "convention"]
+__all__ = ["Evidence", "Identity", "Names", "Receiver", "Receivers", "convention", "telling_names"]
 
 
 class Evidence(IntEnum):
@@ -102,6 +102,11 @@ class Names:
     engines: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     ignore: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
 
+    @property
+    def all(self) -> frozenset[str]:
+        """All names of tenants."""
+        return self.policies | self.values | self.engines
+
     def tenant_of(self, name: str) -> Tenant | None:
         """The tenant that the configuration gives a name."""
         for names, tenant in (
@@ -127,7 +132,6 @@ _PLURALS: tuple[tuple[re.Pattern[str], Tenant], ...] = (
     (re.compile(r"(?:\w+_)?generations|(?:\w+_)?policy_generations"), Tenant.ENGINE),
 )
 
-_POLICY_CLASSES = frozenset({"Policy", "TQPolicy", "LegacyPolicy"})
 _CLASSES: Mapping[str, tuple[Tenant, Api | None]] = {
     **dict.fromkeys(("Policy",), (Tenant.POLICY, None)),
     **dict.fromkeys(("TQPolicy", "LegacyPolicy"), (Tenant.POLICY, Api.LEGACY)),
@@ -162,6 +166,16 @@ _MAPPINGS = frozenset({"dict", "Dict", "Mapping", "defaultdict"})
 _UNWRAPPED = frozenset({"Optional", "Annotated", "Final", "ClassVar", "Union"})
 # What these hold are settings, never the objects themselves.
 _SETTINGS = re.compile(r"(?:\w+_)?(?:cfg|config|conf|args|opts|options|settings|params|hparams)")
+
+
+def telling_names() -> frozenset[str]:
+    """Names of which a module must mention one, or there is nothing in it for anybody here.
+
+    What it does not mention it neither imports, annotates nor calls; a name from the configuration tells too.
+    """
+    moves = {method for (_, method), rule in RULES.items() if rule.is_lifecycle and rule.api is Api.LEGACY}
+    telling = {method for _, method in RULES if speaks(method)}
+    return frozenset({*_ROOTS, *moves, *telling, *HELPERS, *_CLASSES} - {"Policy", "Value"})
 
 
 def convention(name: str) -> Tenant | None:

@@ -1,6 +1,6 @@
 """Runs the checks over texts, files and folders, several files at a time.
 
-A file that mentions no method of the tables is not even parsed.
+A file that mentions nothing of either API is not analysed, only compiled.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rl_session_migrate.lint.findings import Finding, silenced
 from rl_session_migrate.lint.interpret import Interpreter
 from rl_session_migrate.lint.judge import PathJudge
 from rl_session_migrate.lint.syntax import check_syntax
-from rl_session_migrate.rules import methods
+from rl_session_migrate.receivers import telling_names
 from rl_session_migrate.sites import Module, analyse
 from rl_session_migrate.tree import parse
 
 __all__ = ["Report", "find_files", "lint_files", "lint_text"]
 
-_MENTIONS = tuple(sorted(name.encode() for name in methods()))
+_MENTIONS = tuple(sorted(name.encode() for name in telling_names()))
 _PARALLEL_FROM = 300_000
 """Bytes of source from which starting processes pays."""
 _LEFT_OUT = frozenset({".git", ".hg", ".venv", "venv", "__pycache__", "node_modules", ".tox", "build", "dist"})
@@ -67,7 +67,8 @@ def lint_text(text: str | bytes, path: str = "<string>", config: LintConfig | No
     """
     config = config or LintConfig()
     raw = text.encode() if isinstance(text, str) else text
-    if not any(name in raw for name in _MENTIONS):
+    configured = (name.encode() for name in config.names.all)
+    if not any(name in raw for name in (*_MENTIONS, *configured)):
         unreadable = _compiles(raw, path)
         return () if unreadable is None else (unreadable,)
     try:
