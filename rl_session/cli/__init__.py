@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rl_session.cli.audit import app as _audit
+from rl_session.cli.doctor import doctor as _doctor
 from rl_session.cli.lint import EPILOG as _LINT_EPILOG
 from rl_session.cli.lint import lint as _lint
 
@@ -22,6 +23,7 @@ _app = typer.Typer(
     rich_markup_mode=None,
 )
 _app.add_typer(_audit, name="audit")
+_app.command("doctor")(_doctor)
 _app.command("lint", epilog=_LINT_EPILOG)(_lint)
 
 
