@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from world import make_batch, world
 
+import rl_session as rs
 from rl_session_migrate.lint import CODES, Code, lint_text
 from rl_session_migrate.lint.docs import render
 
-DOCS = Path(__file__).parents[2] / "docs" / "lint.md"
+PAGE = Path(__file__).parents[2] / "docs" / "lint.md"
 
 
 def codes_of(text: str) -> list[str]:
@@ -33,10 +36,48 @@ def test_every_finding_says_what_why_and_what_to_write(code: Code) -> None:
 
 
 def test_the_documentation_is_made_from_the_table() -> None:
-    assert DOCS.read_text(encoding="utf-8") == render()
+    assert PAGE.read_text(encoding="utf-8") == render()
 
 
 def test_codes_are_numbered_by_api() -> None:
     for code in CODES.values():
         mentions_ours = "rl_session" in code.wrong
         assert mentions_ours == code.code.startswith("RLM1"), code.code
+
+
+FAILS: dict[str, type[Exception]] = {
+    "RLM102": rs.ModeError,
+    "RLM103": rs.NestingError,
+    "RLM106": rs.ScopeReuseError,
+    "RLM107": rs.ModeError,
+}
+"""What the wrong examples about scopes raise. The others define functions, or fail without raising."""
+FOREIGN = {"RLM000", "RLM017", "RLM104"}
+"""Examples that need NeMo-RL itself, or are no Python."""
+
+
+def block(code: Code, kind: str) -> str:
+    """An example as the page shows it."""
+    section = PAGE.read_text(encoding="utf-8").split(f"### {code.code} ")[1].split("### ")[0]
+    found = re.search(rf"{kind}:\n\n```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("kind", ["Wrong", "Right"])
+@pytest.mark.parametrize("code", [c for c in CODES.values() if c.code not in FOREIGN], ids=lambda code: code.code)
+def test_the_examples_of_the_page_do_what_the_page_says(code: Code, kind: str, tmp_path: Path) -> None:
+    """Scopes run for real: the wrong program raises the error that the page names, the right one runs to its end."""
+    names = world(tmp_path)
+    names |= {"first": make_batch(), "second": make_batch()}
+    error = FAILS.get(code.code) if kind == "Wrong" else None
+    try:
+        with pytest.raises(error) if error is not None else nullcontext():
+            exec(compile(block(code, kind), "lint.md", "exec"), names)  # noqa: S102
+    finally:
+        names["session"].close()
+        made = names["policy"]
+        if made.health != "closed":
+            made.close()
+    if error is not None:
+        assert error.code in code.why

@@ -94,9 +94,10 @@ def _anchor(code: Code) -> str:
 def _section(code: Code) -> str:
     more = f"\n{_wrapped(code.more)}" if code.more else ""
     why = code.why if code.why.startswith("vLLM") else code.why[0].upper() + code.why[1:]
+    fence = "```" if code.code == "RLM000" else "```python"  # what does not parse is no Python
     return (
-        f"### {code.code} {code.name}\n\n{why}.\n{more}\nWrong:\n\n```python\n{code.wrong}```\n\n"
-        f"Right:\n\n```python\n{code.right}```\n"
+        f"### {code.code} {code.name}\n\n{why}.\n{more}\nWrong:\n\n{fence}\n{code.wrong}```\n\n"
+        f"Right:\n\n{fence}\n{code.right}```\n"
     )
 
 
