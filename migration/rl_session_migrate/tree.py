@@ -6,6 +6,7 @@ The library's own visitors rebuild every node they pass; the walks here only loo
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -37,6 +38,7 @@ _IDLE = (
     "indent",
     "trailing",
 )
+_LINE_END = re.compile(r"\r\n|\r|\n")
 _fields: dict[type, tuple[str, ...]] = {}
 
 
@@ -67,11 +69,13 @@ class Source:
         path: Where it came from; only shown.
         module: Its tree; the nodes of all findings are nodes of this tree.
         ranges: Where each node begins and ends.
+        lines: The source, line by line.
     """
 
     path: str
     module: cst.Module
     ranges: Mapping[cst.CSTNode, CodeRange]
+    lines: tuple[str, ...]
 
     def position(self, node: cst.CSTNode) -> Position:
         """Where a node begins."""
@@ -81,6 +85,11 @@ class Source:
     def line(self, node: cst.CSTNode) -> int:
         """The line a node begins on."""
         return self.ranges[node].start.line
+
+    def text(self, node: cst.CSTNode) -> str:
+        """The lines that a node stands on, as they are written."""
+        found = self.ranges[node]
+        return "\n".join(self.lines[found.start.line - 1 : found.end.line])
 
     def end(self, node: cst.CSTNode) -> Position:
         """Where a node ends: the position after its last character."""
@@ -101,7 +110,9 @@ def parse(text: str | bytes, path: str | Path = "<string>") -> Source:
     """
     # The tree is ours alone, so the wrapper need not copy it.
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-    return Source(str(path), wrapper.module, wrapper.resolve(PositionProvider))
+    raw = text if isinstance(text, str) else text.decode(wrapper.module.encoding)
+    lines = tuple(_LINE_END.split(raw))
+    return Source(str(path), wrapper.module, wrapper.resolve(PositionProvider), lines)
 
 
 def _fields_of(kind: type) -> tuple[str, ...]:
@@ -116,16 +127,32 @@ def _fields_of(kind: type) -> tuple[str, ...]:
     return names
 
 
+_nodes: dict[type, bool] = {}
+
+
+def _is_node(kind: type) -> bool:
+    """Whether a type is that of nodes. Their classes are abstract ones, of which ``isinstance`` is slow."""
+    found = _nodes.get(kind)
+    if found is None:
+        found = _nodes[kind] = issubclass(kind, cst.CSTNode)
+    return found
+
+
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """The nodes directly below, in the order of the source, without whitespace and punctuation."""
     for name in _fields_of(type(node)):
         value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
-            yield value
-        elif isinstance(value, (list, tuple)):
+        kind = type(value)
+        if kind is list or kind is tuple:
             for item in value:
-                if isinstance(item, cst.CSTNode):
+                if _is_node(type(item)):
                     yield item
+        elif _is_node(kind):
+            yield value
+
+
+_ELSEWHERE = frozenset({cst.FunctionDef, cst.ClassDef, cst.Lambda})
+"""What runs somewhere else than where it stands."""
 
 
 def walk(node: cst.CSTNode, *, into_functions: bool = True) -> Iterator[cst.CSTNode]:
@@ -139,7 +166,7 @@ def walk(node: cst.CSTNode, *, into_functions: bool = True) -> Iterator[cst.CSTN
     while stack:
         here = stack.pop()
         yield here
-        if not into_functions and here is not node and isinstance(here, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
+        if not into_functions and here is not node and type(here) in _ELSEWHERE:
             continue
         stack.extend(reversed(list(children(here))))
 

@@ -272,7 +272,7 @@ class Checks:
 
     def _words(self, function: Function) -> frozenset[str]:
         if function not in self._word_cache:
-            text = "" if function.is_module else code(function.node)
+            text = "" if function.is_module else self._module.source.text(function.node)
             self._word_cache[function] = frozenset(text.split())
         return self._word_cache[function]
 

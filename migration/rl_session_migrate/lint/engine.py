@@ -22,7 +22,9 @@ from rl_session_migrate.lint.config import LintConfig
 from rl_session_migrate.lint.findings import Finding, silenced
 from rl_session_migrate.lint.interpret import Interpreter
 from rl_session_migrate.lint.judge import PathJudge
+from rl_session_migrate.lint.plan import Plan
 from rl_session_migrate.lint.syntax import check_syntax
+from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import telling_names
 from rl_session_migrate.sites import Module, analyse
 from rl_session_migrate.tree import parse
@@ -77,8 +79,7 @@ def lint_text(text: str | bytes, path: str = "<string>", config: LintConfig | No
         return (_unreadable(error, path),)
     module = analyse(source, config.names)
     found = sorted({finding for finding in _check(module) if config.reports(finding.code)})
-    lines = source.module.code.splitlines()
-    return tuple(finding for finding in found if not _is_silenced(finding, lines))
+    return tuple(finding for finding in found if not _is_silenced(finding, source.lines))
 
 
 def _check(module: Module) -> Iterator[Finding]:
@@ -86,15 +87,16 @@ def _check(module: Module) -> Iterator[Finding]:
         return
     yield from check_syntax(module)
     told = set()
-    for finding in _walk(module, loops=True).verdicts.findings():
+    plans: dict[Function, Plan] = {}
+    for finding in _walk(module, plans, loops=True).verdicts.findings():
         told.add((finding.line, finding.column))
         yield finding
-    for finding in _walk(module, loops=False).verdicts.half_prepared():
+    for finding in _walk(module, plans, loops=False).verdicts.half_prepared():
         if (finding.line, finding.column) not in told:
             yield finding
 
 
-def _walk(module: Module, *, loops: bool) -> PathJudge:
+def _walk(module: Module, plans: dict[Function, Plan], *, loops: bool) -> PathJudge:
     """Walk every function of a module."""
     judges: list[PathJudge] = []
 
@@ -102,7 +104,7 @@ def _walk(module: Module, *, loops: bool) -> PathJudge:
         judges.append(PathJudge(module, interpreter))
         return judges[0]
 
-    interpreter = Interpreter(module, make, loops=loops)
+    interpreter = Interpreter(module, make, loops=loops, plans=plans)
     for function in module.outline.functions.values():
         if interpreter.is_relevant(function):
             interpreter.run(function)

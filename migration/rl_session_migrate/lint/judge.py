@@ -341,7 +341,7 @@ class PathJudge:
         if asked is None or is_open or self.checks.serves_itself(site.function):
             yield path.put(policy.identity, State(is_used=True))
             return
-        tests = self.interpreter.tests[site.function]
+        tests = self.interpreter.tests(site.function)
         for outcome, after in ((True, gone), (False, used)):
             facts = tests.assume(path.facts, asked, outcome)
             if facts is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import pairwise
 
 import attrs
@@ -20,7 +21,7 @@ from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site
-from rl_session_migrate.tree import callee, code, dotted, is_string, walk
+from rl_session_migrate.tree import callee, children, code, dotted, is_string, walk
 
 __all__ = ["Call", "Event", "Handed", "Named", "Plan", "Yielded", "assigned_name", "guards"]
 
@@ -102,12 +103,6 @@ class Plan:
         self.scopes: dict[int, Site] = {}
         self.deciding: set[cst.CSTNode] = set()
         self.rounds = dict(_rounds(self.graph))
-        self._looped = frozenset(
-            piece
-            for node in self.graph.nodes
-            if isinstance(node.within, (cst.For, cst.While)) and node.part in (Part.ITERATE, Part.TEST)
-            for piece in walk(node.within.body, into_functions=False)
-        )
         self._tenant_names = {
             site.receiver.identity.path.partition(".")[0] for site in module.sites if site.receiver is not None
         }
@@ -193,6 +188,16 @@ class Plan:
 
     # -- tests ---------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def tested(self) -> frozenset[str]:
+        """The conditions that statements of the function test."""
+        tests = [
+            node.ast.test if isinstance(node.ast, cst.Assert) else node.ast
+            for node in self.graph.nodes
+            if node.part is Part.TEST or isinstance(node.ast, cst.Assert)
+        ]
+        return frozenset(a for test in tests if isinstance(test, cst.BaseExpression) for a in self.tests.atoms(test))
+
     # -- ways ----------------------------------------------------------------------------------------------------
 
     def ways(self, index: int, *, loops: bool) -> list[tuple[Edge, tuple[int, ...]]]:
@@ -242,21 +247,23 @@ class Plan:
 
     def _relevant(self) -> frozenset[str]:
         """The conditions worth remembering: those that decide whether an event happens, and where the engine lives."""
-        busy: set[cst.CSTNode] = set()
-        for node in self.graph.nodes:
-            if node.ast is not None and (self.events[node.index] or node.index in self.scopes):
-                busy.update(walk(node.ast))
+        parents = {child: node for node in walk(self.function.node, into_functions=False) for child in children(node)}
+        busy = _above(
+            (n.ast for n in self.graph.nodes if n.ast is not None and (self.events[n.index] or n.index in self.scopes)),
+            parents,
+        )
+        moving = _above(self._moves, parents)
         asked: Counter[str] = Counter()
         again: set[str] = set()
         for test, within in self._tests():
             mine = self.tests.atoms(test)
-            below = set(walk(within)) - {within} if within is not None else set()
-            if within is not None and below & busy:
+            if within in busy:
                 self.deciding.add(test)
                 # In a loop a test meets its own outcome of the round before; that matters where it decides on moves.
-                if below & self._moves and within in self._looped:
+                if within in moving and any(type(p) in _LOOPS for p in _above((within,), parents)):
                     again |= mine
-            asked.update(mine if within is None or below & busy else {atom for atom in mine if "colocated" in atom})
+            counts = within is None or within in busy
+            asked.update(mine if counts else {atom for atom in mine if "colocated" in atom})
         # A condition that is asked once, and that no assignment settles, can agree with nothing.
         settled = (
             {atom for node in self.graph.nodes for atom in self._settled(node)} | again | set(self._rounds_atoms())
@@ -426,6 +433,20 @@ def _bound(  # noqa: C901 - one arm a kind of statement
             for piece in walk(ast, into_functions=False):
                 if isinstance(piece, cst.NamedExpr):
                     yield from ((name, None) for name in _targets(piece.target))
+
+
+_LOOPS = frozenset({cst.For, cst.While})
+
+
+def _above(nodes: Iterable[cst.CSTNode], parents: Mapping[cst.CSTNode, cst.CSTNode]) -> set[cst.CSTNode]:
+    """Everything that holds one of these nodes."""
+    found: set[cst.CSTNode] = set()
+    for node in nodes:
+        above = parents.get(node)
+        while above is not None and above not in found:
+            found.add(above)
+            above = parents.get(above)
+    return found
 
 
 _MORE = "<another round>"
