@@ -293,7 +293,7 @@ class TrainableModel:
         Raises:
             ConfigError: There is no such component.
         """
-        self._control.pin(components or (Component.PARAMS, Component.BUFFERS), on=True)
+        self._control.seat.pin(components or (Component.PARAMS, Component.BUFFERS), on=True)
 
     def unpin(self, *components: Component | str) -> None:
         """Undo :meth:`pin`; they leave at the next transition that wants them away.
@@ -304,7 +304,7 @@ class TrainableModel:
         Raises:
             ConfigError: There is no such component.
         """
-        self._control.pin(components or tuple(self._control.flags.pinned), on=False)
+        self._control.seat.pin(components or tuple(self._control.flags.pinned), on=False)
 
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
         """Call ``hook(module)`` whenever bytes leave the device, to free what no component owns.

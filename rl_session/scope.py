@@ -137,10 +137,10 @@ class Scope(Generic[H_co]):
     def _set_forwards(self, frame: Frame) -> Callable[[], None] | None:
         """Set train or eval, and autograd, for the user's own forwards on this thread; returns how to undo it."""
         group = self._control.group
-        forwards = MODE_TABLE[self._mode].forwards
+        forwards = MODE_TABLE[frame.row].forwards
         if not isinstance(group, LocalGroup) or forwards not in ("train", "eval"):
             return None
-        modules = group.worker.forward_mode(self._mode, trusting_root=not frame.moved)
+        modules = group.worker.forward_mode(frame.row, trusting_root=not frame.moved)
         if modules is not None:
             modules.__enter__()
         thread, grad_was_on = threading.get_ident(), torch.is_grad_enabled()

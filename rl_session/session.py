@@ -174,7 +174,7 @@ class Session:
         resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
         control = Control(name, kind._kind, LocalGroup(worker), self._run, flags, first, resting, where)  # noqa: SLF001
         participant = kind(control, where, self._forget)
-        self._run.arbiter.join(control)
+        self._run.arbiter.join(control.seat)
         self._participants.append(participant)
         return participant
 
@@ -188,7 +188,7 @@ class Session:
     def _forget(self, participant: TrainableModel) -> None:
         if participant in self._participants:
             self._participants.remove(participant)
-            self._run.arbiter.part(participant._control)  # noqa: SLF001 (the session made it)
+            self._run.arbiter.part(participant._control.seat)  # noqa: SLF001 (the session made it)
         if self._is_implicit and not self._participants:
             self.close()
 
@@ -249,7 +249,7 @@ class Session:
         self._check_open("memory()")
         participants = {}
         for participant in self._participants:
-            held = participant._control.holdings()  # noqa: SLF001
+            held = participant._control.seat.holdings()  # noqa: SLF001
             releasable = {h.component: h.nbytes for h in held if h.releasable}
             participants[participant.name] = {**participant.memory(), "releasable": releasable}
         return {
