@@ -31,8 +31,8 @@ class Seat(Protocol):
     label: str
 
     @property
-    def device(self) -> Device:
-        """Where it holds bytes."""
+    def device(self) -> Device | None:
+        """Where it holds bytes; None for one that has devices of its own, which has no seat."""
         ...
 
     @property
@@ -95,10 +95,12 @@ class Arbiter:
         What is measured counts everything that is free or ours; an engine that came awake may have taken its memory before
         or after the first measure, so the larger one stands.
         """
-        key = id(seat.device)
+        device = seat.device
+        assert device is not None, f"{seat.label} shares no device"
+        key = id(device)
         self._seats.append(seat)
         if key not in self._measured or seat.outside_bytes:
-            found, before = self._measure(seat.device), self._measured.get(key)
+            found, before = self._measure(device), self._measured.get(key)
             self._measured[key] = found if before is None or found is None else max(found, before)
 
     def part(self, seat: Seat) -> None:
@@ -153,12 +155,13 @@ class Arbiter:
         Raises:
             DeviceMemoryError: There is no room even if everything releasable leaves; nothing was moved.
         """
-        budget = self.budget_of(seat.device)
-        if budget is None:
+        device = seat.device
+        budget = self.budget_of(device) if device is not None else None
+        if device is None or budget is None:
             yield ()
             return
         with self._lock:
-            yield self._make_room(seat.device, ask(), budget, f"{seat.label}: {reason}", (seat, mode))
+            yield self._make_room(device, ask(), budget, f"{seat.label}: {reason}", (seat, mode))
 
     def make_room(self, device: Device, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit on ``device``.

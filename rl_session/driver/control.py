@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import attrs
 
 from rl_session.audit import events
+from rl_session.driver.beside import quiet_engines, refuse_beside_engine
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
 from rl_session.driver.ownership import Ownership, Token
@@ -325,6 +326,8 @@ class Control:
                 self.explain()[1],
                 f"with policy.{spelling}: ...  # around the call, not inside its loss or forward",
             )
+        if self.run.engines:
+            refuse_beside_engine(self, mode, spelling, call_site)
         if self.frames and not _may_nest(self.frames[-1], mode):
             outer = self.frames[-1]
             raise NestingError(
@@ -474,6 +477,7 @@ class Control:
             with self.changing():
                 self.ready(spelling)
                 self._check_outside(spelling, call_site)
+                refuse_beside_engine(self, mode, spelling, call_site)
                 same = mode is self.mode is self.resting_mode and explicit is None is self._explicit
                 if same and not self._pending_release and not evict:
                     return
@@ -521,6 +525,8 @@ class Control:
         )
         self._moving = reason
         try:
+            if self.run.engines and explicit is None:
+                quiet_engines(self, row, reason)
             with self.run.arbiter.admit(self.seat, row, lambda: self.seat.wish(request), reason) as own:
                 request.evict = own
                 answers = self._values(self.group.call("transition", request), reason)
@@ -532,6 +538,7 @@ class Control:
             self._moving = ""
         reply = answers[0]
         assert isinstance(reply, TransitionReply)
+        self.run.freshness.moved(reply, self.row, row, rests=rests)
         self.mode, self.row = mode, row
         self._pending_release = False
         if reply.moved:
@@ -611,6 +618,7 @@ class Control:
                 self._retry_release(f"{method}()")
             self.check_mode(gate)
             self.last_used = self.run.arbiter.tick()
+            self.run.freshness.called(method)
             mode, start = self.mode, time.perf_counter()
             try:
                 results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
@@ -682,9 +690,9 @@ class Control:
             return f"is not legal in {self.mode} mode"
         return f"needs {', '.join(need.name for need in away)} on the device, but they are on the host"
 
-    def record(self, event: events.Event) -> None:
+    def record(self, event: events.Event, *, scope_id: int | None = None) -> None:
         """Write an event of this policy."""
-        self._record(event)
+        self._record(event, scope_id=scope_id)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Ask rank 0 something that is no compute call (not recorded).
@@ -714,6 +722,7 @@ class Control:
         """
         with self.changing():
             self.end_step("recover()")
+            self.run.freshness.called("recover")
             origin = str(self.ask("recover", path))
             self.fault = None
             self._drop_frames("recovered")

@@ -118,6 +118,7 @@ class PolicySeat:
         REFIT is none: its weights are there to be pushed into an engine.
         """
         frames = self._control.frames
-        if not frames or frames[-1].mode is Mode.REFIT or not needs_device(frames[-1].row):
+        lost = bool(frames) and frames[-1].holder() is None
+        if not frames or lost or frames[-1].mode is Mode.REFIT or not needs_device(frames[-1].row):
             return ""
         return frames[-1].describe()
