@@ -2,8 +2,8 @@
 
 vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``), so ``self`` has the worker's attributes.
 A bucket comes as :func:`packed` made it: by reference within one process, through CUDA IPC from another process on the same
-GPU, or as bytes when it is in host memory. What crosses is plain strings, numbers and bytes, which vLLM's own channel takes without
-being told to trust pickles. Imports vLLM only where it runs inside it.
+GPU, or as bytes when it is in host memory. What crosses is plain strings, numbers and bytes, which vLLM's own channel takes
+without being told to trust pickles. Imports vLLM only where it runs inside it.
 
 The worker's attributes and ``process_weights_after_loading`` are used as vLLM's own RLHF examples use them. Nothing in this file
 has been run inside vLLM, and the CUDA IPC branch has not been run at all.
