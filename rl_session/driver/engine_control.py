@@ -518,7 +518,7 @@ class EngineControl:
     def _settle_pending(self) -> None:
         """On the way into a scope: a sleep that failed half-way is made up for; one that was only refused is forgotten."""
         if self.pending and self._half_asleep:
-            self.put_to_sleep(f"pending: {self.pending}")
+            self.put_to_sleep(self.pending)
         self.pending = ""
 
     # -- weights -------------------------------------------------------------------------------------------------
