@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from engine_rig import ONE, Rig, prompts
+from engine_rig import ONE, Model, Rig, prompts
 
 import rl_session as rs
-from rl_session.testing import InjectedFault
+from rl_session.testing import FakeEngine, InjectedFault
 
 Make = Callable[..., Rig]
 ERRORS: dict[str, Any] = {"raises": InjectedFault, "false": False, "interrupt": KeyboardInterrupt}
@@ -254,3 +256,79 @@ def test_an_engine_that_calls_back_into_the_session_gets_an_error(make: Make) ->
     assert rig.engine.state == "asleep"
     with rig.engine.awake():
         rig.engine.generate(prompts())
+
+
+def test_an_engine_that_is_gone_is_named_by_every_error_and_kept_from_nobody(make: Make) -> None:
+    rig = make(capacity=4 * ONE)
+
+    class Gone(FakeEngine):
+        @property
+        def in_flight(self) -> int:
+            raise ConnectionError("the engine's process is gone")
+
+        def wait_for_idle(self, timeout_seconds: float) -> bool:
+            raise ConnectionError("the engine's process is gone")
+
+        sleep = wake = generate = update_weights = wait_for_idle  # type: ignore[assignment]
+
+        def bytes_needed(self, tags: Any) -> int:
+            raise ConnectionError("the engine's process is gone")
+
+    for name in ("entered", "refitted"):
+        gone = rig.session.engine(name, Gone(rig.device), bytes_needed={"weights": ONE})
+        with pytest.raises(rs.EngineError, match="wake") as caught:
+            gone.awake().__enter__() if name == "entered" else rig.policy.refit(gone)
+        assert caught.value.cause == "ConnectionError: the engine's process is gone"
+        assert (gone.health, gone.in_flight, rig.policy.mode) == ("faulted", 0, rs.Mode.OFFLOADED)
+        with pytest.raises(rs.EngineError):
+            gone.recover()
+        gone.close()
+    silent = rig.session.engine("silent", Gone(rig.device))
+    assert rig.session.memory()["engines"]["silent"]["asleep"] == {"weights": None, "kv_cache": None}
+    silent.close()
+    step(rig)
+
+
+def test_a_wait_that_fails_leaves_the_sleep_pending(make: Make) -> None:
+    rig = make()
+
+    def broken(timeout_seconds: float) -> bool:
+        raise OSError("no answer")
+
+    with pytest.raises(rs.EngineError, match="waiting for it failed") as caught:
+        with rig.engine.awake():
+            rig.fake.begin_requests()
+            rig.fake.wait_for_idle = broken  # type: ignore[method-assign]
+    assert caught.value.cause == "OSError: no answer"
+    rig.fake.finish_requests()
+    rig.train()
+    assert rig.engine_bytes == 0
+
+
+# -- closing in the middle ------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_closed_in_generation_lets_the_engine_go(make: Make) -> None:
+    rig = make()
+    scope = rig.policy.generation_mode()
+    scope.__enter__()
+    rig.policy.close()
+    assert (rig.engine.state, rig.engine_bytes) == ("asleep", 0)
+    scope.__exit__(None, None, None)
+    other = rig.session.attach(Model(2), name="other", device=rig.device)
+    other.offload()
+    with other.generation_mode(rig.engine) as policy:
+        policy.generate(prompts())
+
+
+def test_a_policy_that_was_pushed_and_closed_is_let_go(make: Make) -> None:
+    rig = make()
+    model = Model(3)
+    other = rig.session.attach(model, name="other", device=rig.device)
+    other.offload()
+    other.refit(rig.engine)
+    other.close()
+    weak = weakref.ref(model)
+    del model, other
+    gc.collect()
+    assert weak() is None
