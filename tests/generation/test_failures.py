@@ -202,12 +202,19 @@ def test_a_pending_sleep_is_tried_again_by_make_room_and_by_the_engines_own_entr
         pass
     with rig.engine.awake():  # half asleep: it sleeps first, or generate would touch what is gone
         rig.engine.generate(prompts())
-    rig.fake.fail("sleep", 1, error=False)
+    rig.fake.fail("sleep", 1, "after", error=False)
     with pytest.raises(rs.EngineError), rig.engine.awake():
         pass
-    calls = len(rig.fake.calls)
-    with rig.engine.awake():  # it refused and is as awake as it was
+    with rig.engine.awake():  # it said False and sleeps all the same
         rig.engine.generate(prompts())
+    rig.fake.begin_requests()
+    rig.engine._control.drain._timeout = 0
+    with pytest.raises(rs.EngineError, match="in flight"), rig.engine.awake():
+        pass
+    calls = len(rig.fake.calls)
+    with rig.engine.awake():  # it was never asked, and is as awake as it was
+        rig.engine.generate(prompts())
+        rig.fake.finish_requests()
     assert rig.fake.calls[calls:] == ["generate", "sleep 1"]
 
 
