@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save as safetensors_save
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_session.lifecycle import Tier
 from rl_session.offload import unit as units
@@ -24,7 +26,7 @@ from rl_session.offload import write_barrier
 from rl_session.offload.device import EmulatedDevice
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.swap import capture, replaced
-from rl_session.offload.tensors import library_access, weak_storage
+from rl_session.offload.tensors import library_access
 from rl_session.offload.watch import Stance
 
 D, H = Tier.DEVICE, Tier.HOST
@@ -276,6 +278,30 @@ def test_a_collective_that_may_write_a_weight_makes_it_dirty(make: Make, collect
     assert leave(world) == ONE
 
 
+SHARDED: dict[str, Touch] = {
+    "in place": lambda w: w.mul_(2),
+    "local": lambda w: w.to_local().mul_(2),
+    "data of local": lambda w: w.to_local().data.mul_(2),
+    "collective": lambda w: dist.broadcast(w.to_local(), 0),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("touch", [*SHARDED, None])
+def test_the_local_shard_of_a_distributed_tensor_rests_as_a_tensor_does(make: Make, touch: str | None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    module = Pair()
+    module.first.weight = nn.Parameter(distribute_tensor(module.first.weight.detach(), mesh, [Shard(0)]))
+    world = make(module, optimizer=None)
+    world.to(H)
+    world.to(D)
+    world.engine.rest()
+    if touch is not None:
+        with torch.no_grad():
+            SHARDED[touch](module.first.weight)
+    assert leave(world) == (0 if touch is None else ONE)
+
+
 REPLACED: dict[str, Touch] = {
     "setting .data": lambda w: setattr(w, "data", torch.ones(8, 8)),
     "set_": lambda w: w.set_(torch.ones(8, 8)),
@@ -379,6 +405,24 @@ def test_what_something_unknown_holds_too_is_never_clean_at_rest(make: Make, hol
     assert world.module.first.weight[0].eq(5.0).all()
 
 
+def test_a_holder_is_seen_beside_an_alias_that_left_the_storage(make: Make) -> None:
+    world = make(Pair(), optimizer=None)
+    world.to(H)
+    world.to(D)
+    first, second = world.module.first, world.module.second
+    world.module.also = first.weight.detach()
+    world.engine.refresh()
+    world.to(H)
+    world.to(D)
+    held = first.weight.data
+    first.weight.data = second.weight.detach().clone()
+    world.engine.rest()
+    held.fill_(5.0)
+    world.module.first.weight.data = world.module.also
+    assert leave(world) >= ONE
+    assert first.weight.eq(5.0).all()
+
+
 def test_it_stays_dirty_after_the_holder_is_gone(make: Make) -> None:
     world = make(Pair(), optimizer=None)
     world.to(H)
@@ -422,7 +466,7 @@ def test_memory_of_others_gets_no_barrier(kind: str, tmp_path: Path) -> None:
         "file": lambda: torch.from_file(str(tmp_path / "bytes"), shared=True, size=4),
     }[kind]()
     with library_access():
-        assert not write_barrier.put_up(weak_storage(tensor.untyped_storage()))
+        assert not write_barrier.put_up(tensor)
     tensor.add_(1)
 
 
