@@ -481,6 +481,20 @@ def test_a_barrier_costs_no_copy_and_moves_nothing(make: Make) -> None:
     assert not any(torch._C._is_cow_tensor(t) for t in world.module.parameters())  # type: ignore[attr-defined]
 
 
+def test_an_eviction_at_rest_waits_for_every_stream_before_it_frees(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = at_rest(make)
+    drained = []
+    monkeypatch.setattr(EmulatedDevice, "drain", lambda device: drained.append(device.resident_bytes))
+    world.to(H)
+    assert drained == [ALL]
+    world.to(D)
+    world.engine.protect()
+    world.to(H)
+    assert drained == [ALL], "in a scope nothing was behind a barrier"
+
+
 # -- stances -------------------------------------------------------------------------------------------------------------
 
 

@@ -197,6 +197,25 @@ def test_batch_statistics_written_in_a_read_only_scope_are_dirty(make: Make) -> 
     assert leave(rig) == size(*rig.model.buffers())
 
 
+def test_a_copy_made_for_a_partner_does_not_stand_for_what_training_writes_later(make: Make) -> None:
+    rig = make()
+    trunk, heads = nn.Embedding(11, 6), (nn.Linear(6, 11), nn.Linear(6, 11))
+    actor, critic = (
+        rig.session.attach(
+            nn.Sequential(trunk, head), name=f"part{index}", device=rig.device, reference=None if index else "copy"
+        )
+        for index, head in enumerate(heads)
+    )
+    actor.offload()
+    critic.offload()
+    with critic.training_mode(), actor.logprob_mode():
+        actor.get_reference_policy_logprobs(rig.batch)
+        trunk.weight.data.add_(1)
+        written = trunk.weight.detach().clone()
+    assert critic.placement["params"] is rs.Tier.HOST
+    assert torch.equal(critic.state_dict()["0.weight"], written)
+
+
 def test_a_failed_eviction_loses_nothing_and_the_next_one_works(make: Make) -> None:
     rig = lazy(make)
     rig.model.head.weight.data.mul_(2.0)
