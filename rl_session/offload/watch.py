@@ -110,15 +110,11 @@ class Watch:
         return unit.look_at_barrier() or not counts or not unit.has_live_bytes
 
     def cover(self, unit: Unit) -> None:
-        """Put a barrier up around a unit at rest, or distrust its host copy.
-
-        Not around what a partner is writing, nor where :meth:`Unit.raise_barrier` cannot.
-        """
+        """Put a barrier up around a unit at rest, or distrust its host copy."""
         is_wanted = unit.host_valid or (self._is_asked and unit.key in self._weights)
         if unit.look_at_barrier() or not is_wanted or not unit.has_live_bytes:
             return
-        is_written = len(unit.needs) > 1 and any(partner.stance is Stance.EXPOSED for partner in self.partners)
-        if is_written or not unit.raise_barrier():
+        if not unit.raise_barrier():
             unit.host_valid = False
 
     @contextmanager

@@ -414,10 +414,10 @@ def test_a_holder_is_seen_beside_an_alias_that_left_the_storage(make: Make) -> N
     world.engine.refresh()
     world.to(H)
     world.to(D)
-    held = first.weight.data
+    held = first.weight.detach().numpy()  # writes past every barrier
     first.weight.data = second.weight.detach().clone()
     world.engine.rest()
-    held.fill_(5.0)
+    held[...] = 5.0
     world.module.first.weight.data = world.module.also
     assert leave(world) >= ONE
     assert first.weight.eq(5.0).all()
@@ -523,6 +523,17 @@ def test_a_touch_at_rest_is_found_on_the_way_into_a_scope(make: Make) -> None:
     assert leave(world) == ONE
 
 
+@pytest.mark.parametrize("stance", ["rest", "expose"])
+def test_the_epoch_counts_what_was_written_up_to_the_last_moment(make: Make, stance: str) -> None:
+    world = at_rest(make)
+    getattr(world.engine, stance)()
+    number = world.engine.weights_epoch
+    world.module.first.weight.data.add_(1)
+    world.engine.protect()
+    assert world.engine.weights_epoch > number
+    assert world.engine.weights_epoch == world.engine.weights_epoch
+
+
 def test_a_step_cannot_fall_back_on_a_copy_from_before_a_touch(make: Make) -> None:
     world = at_rest(make)
     world.engine.begin_snapshots()
@@ -624,6 +635,15 @@ def test_while_one_is_at_rest_what_it_shares_is_watched_in_the_scopes_of_the_oth
     other.module(torch.ones(1, 8))
     one.module.first.weight.data.add_(1)
     assert leave_both(one, other) == ONE
+
+
+def test_the_scopes_of_one_leave_the_barriers_that_the_other_needs(make: Make) -> None:
+    one, other = partners(make)
+    one.engine.rest()
+    other.engine.rest()
+    other.engine.protect()
+    other.module(torch.ones(1, 8))
+    assert leave_both(one, other) == 0
 
 
 def test_the_work_of_one_makes_it_dirty_for_the_one_at_rest(make: Make) -> None:

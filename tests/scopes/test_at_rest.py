@@ -489,6 +489,21 @@ def test_what_a_partner_writes_moves_the_epoch_of_who_shares_it(make: Make) -> N
         assert epoch(rig) > after
 
 
+def test_what_a_partner_wrote_counts_in_a_scope_when_the_partner_is_gone(make: Make) -> None:
+    rig = lazy(make)
+    other = nn.Sequential(rig.model.embed, nn.Linear(6, 3))
+    critic = rig.session.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), name="critic", device=rig.device)
+    with rig.policy.refit_mode():
+        epoch(rig)
+        with critic.logprob_mode():
+            number = epoch(rig)
+            assert epoch(rig) == number
+        with critic.training_mode():
+            rig.model.embed.weight.data.add_(1)
+        critic.close()
+        assert epoch(rig) > number
+
+
 OPERATIONS = {**NO_CHANGE, **MAY_CHANGE, **CHANGE}
 
 
