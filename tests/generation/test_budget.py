@@ -203,13 +203,14 @@ def test_an_engine_of_another_device_asks_nobody_for_room(make: Make) -> None:
 
 
 def test_an_engine_and_a_policy_may_have_one_name(make: Make) -> None:
-    rig = make(capacity=4 * ONE, release="lazy")
+    rig = make(capacity=4 * ONE, release="lazy", kv=ONE)
     twin = rig.session.engine("actor", FakeEngine(rig.device, weights=ONE, kv_nbytes=ONE))
-    with twin.awake():
-        pass
-    with rig.policy.logprob_mode():
-        pass
-    with rig.engine.awake():  # three: both others leave, each what it has
-        assert (twin.state, rig.policy.placement["params"]) == ("asleep", rs.Tier.DEVICE)
-    with twin.awake():
-        assert rig.engine.state == "asleep"
+    for scope in (rig.policy.logprob_mode(), twin.awake()):
+        with scope:
+            pass
+    with rig.engine.awake():  # the policy is the older one, and enough: its twin stays
+        assert (twin.state, rig.policy.placement["params"]) == ("awake", rs.Tier.HOST)
+    for scope in (rig.policy.logprob_mode(), rig.policy.logprob_mode(), rig.engine.awake()):
+        with scope:
+            pass
+    assert (twin.state, rig.policy.placement["params"]) == ("asleep", rs.Tier.DEVICE)
