@@ -44,10 +44,12 @@ if TYPE_CHECKING:
         ScopeError,
         ScopeOrderError,
         ScopeReuseError,
+        StaleHandleError,
         StepClosedError,
         TransitionError,
         UnsupportedError,
         UsageError,
+        WorkerError,
         WorldError,
     )
     from rl_session.generation import InProcessEngine
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from rl_session.policy import Policy, ValueModel
     from rl_session.scope import Scope, Step
     from rl_session.session import Session, attach
+    from rl_session.workers.launch import LocalWorkers, RayWorkers
 
 _HOMES = {
     "rl_session.audit": ("read_audit",),
@@ -66,6 +69,7 @@ _HOMES = {
     "rl_session.policy": ("Policy", "ValueModel"),
     "rl_session.scope": ("Scope", "Step"),
     "rl_session.session": ("Session", "attach"),
+    "rl_session.workers.launch": ("LocalWorkers", "RayWorkers"),
 }
 
 __all__ = [
@@ -83,6 +87,7 @@ __all__ = [
     "HostMemoryError",
     "InProcessEngine",
     "IntegrityError",
+    "LocalWorkers",
     "Mode",
     "ModeError",
     "NestingError",
@@ -96,11 +101,13 @@ __all__ = [
     "Placement",
     "Policy",
     "RLSessionError",
+    "RayWorkers",
     "Scope",
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
     "Session",
+    "StaleHandleError",
     "Step",
     "StepClosedError",
     "Tier",
@@ -108,6 +115,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "ValueModel",
+    "WorkerError",
     "WorldError",
     "attach",
     "max",

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from rl_session.errors import DeviceMemoryError
 from rl_session.lifecycle import Mode
-from rl_session.offload.device import Device, EmulatedDevice
+from rl_session.offload.device import Device
 from rl_session.planning import Holding, choose_evictions
 
 __all__ = ["Arbiter", "Seat", "Wish"]
@@ -92,7 +92,7 @@ class Arbiter:
 
     def budget_of(self, device: Device) -> int | None:
         """Bytes that participants may hold on ``device`` together; None for no limit."""
-        if self.budget is None and isinstance(device, EmulatedDevice):
+        if self.budget is None and device.capacity is not None:
             return device.capacity
         return self.budget if self.budget is not None else self._measured.get(id(device))
 

@@ -21,6 +21,7 @@ from rl_session.driver.arbiter import Wish
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
 from rl_session.driver.ownership import Ownership, Token
+from rl_session.driver.ranks import Ranks
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import (
     ClosedError,
@@ -50,14 +51,10 @@ from rl_session.workers.group import WorkerGroup
 from rl_session.workers.replies import (
     CallResult,
     Description,
-    Failed,
-    Lost,
-    Ok,
-    Reply,
+    Held,
     Room,
     TransitionReply,
     TransitionRequest,
-    error_of,
 )
 
 __all__ = ["Control", "Frame"]
@@ -110,6 +107,7 @@ class Control:
         first: What was found at attach.
         base: The mode outermost exits go to.
         device: Where its bytes are when they are needed.
+        is_built: Whether the session built the model, which then ends with the policy.
     """
 
     def __init__(
@@ -122,6 +120,8 @@ class Control:
         first: Description,
         base: Mode,
         device: Device,
+        *,
+        is_built: bool = False,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -147,8 +147,10 @@ class Control:
         self._calls = 0
         self._moving = ""
         """The reason of the transition that is running, if one is."""
-        self.journal = Journal(name, run)
+        self.journal = Journal(name, run, ranks_write=group.logs_moves)
         self._record = self.journal.write
+        self.ranks = Ranks(group, self.label, self.explain, self._record)
+        self._is_built = is_built
         self.journal.created(first, group.num_ranks)
 
     # -- saying what is ------------------------------------------------------------------------------------------
@@ -454,22 +456,28 @@ class Control:
             transition_id=number,
         )
         request = TransitionRequest(
-            mode=mode, flags=flags or self.flags, stored=stored, explicit=explicit, leaves_library=rests
+            mode=mode,
+            flags=flags or self.flags,
+            stored=stored,
+            explicit=explicit,
+            leaves_library=rests,
+            transition_id=number,
+            scope_id=scope_id,
+            step=self.run.step,
         )
         self._moving = reason
         try:
             with self.run.arbiter.admit(self, mode, lambda: self._room_for(request), reason) as own:
                 request.evict = own
-                answers = self._values(self.group.call("transition", request), reason)
+                reply = self.ranks.transition(request, reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
             self._note_fault(error)
             raise
         finally:
             self._moving = ""
-        reply = answers[0]
-        assert isinstance(reply, TransitionReply)
         self.mode = mode
+        self.device.hold(self.name, reply.device_bytes)
         self._pending_release = False
         if reply.moved:
             self.last_move = f"{reason} (transition {number})"
@@ -482,13 +490,13 @@ class Control:
 
     def _room_for(self, request: TransitionRequest) -> Wish:
         """Room on the device that ``request`` needs, on the rank that needs most."""
-        rooms: list[Room] = self._values(self.group.call("room", request), "room")
+        rooms: list[Room] = self.ranks.ask_each("room", request)
         return max(Wish(room.onload - room.freed, room.reserve) for room in rooms)
 
     def holdings(self, entering: Mode | None = None) -> list[Holding]:
         """What it has on its device, for :class:`rl_session.driver.arbiter.Arbiter`."""
         modes = [self.mode] if entering is None else [self.mode, entering]
-        held = self._values(self.group.call("holdings", modes, self.flags), "holdings")[0]
+        held: list[Held] = self.ranks.ask("holdings", modes, self.flags)
         busy = self.fault is not None or (entering is None and bool(self._calls or self._moving))
         return [
             Holding(
@@ -536,15 +544,6 @@ class Control:
         """In words: the scope it is in, or where it rests."""
         return f"in {self.frames[-1].describe()}" if self.frames else f"rests {self.resting_mode}"
 
-    def _values(self, replies: list[Reply], attempted: str) -> list[Any]:
-        """The answers of all ranks, or the first error."""
-        for reply in replies:
-            if isinstance(reply, Failed):
-                raise error_of(reply)
-            if isinstance(reply, Lost):
-                raise FaultedError(f"{self.label}: {attempted}", (), "policy.recover()", reply.cause)
-        return [reply.value for reply in replies if isinstance(reply, Ok)]
-
     def _note_fault(self, error: BaseException) -> None:
         """Remember a failure that could not be undone; after a recovery that failed the cause is the one before."""
         if not isinstance(error, FaultedError) or self.fault is not None:
@@ -591,15 +590,14 @@ class Control:
             self.last_used = self.run.arbiter.tick()
             mode, start = self.mode, time.perf_counter()
             try:
-                results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
+                result = self.ranks.call(method, *args, **kwargs)
             except BaseException as error:
                 changed = getattr(error, "rl_changed", ())
                 self.journal.notes(getattr(error, "rl_notes", ()))
                 self.journal.called(method, mode, start, error_text(error), changed)
                 self._note_fault(error)
                 raise
-            result = results[0]
-            assert isinstance(result, CallResult)
+            self.device.hold(self.name, result.device_bytes)
             self.journal.notes(result.notes)
             self.journal.called(method, mode, start, None, result.changed)
             if then is not None:
@@ -612,7 +610,7 @@ class Control:
         with self._serialised():
             self.ready(f"{method}()")
             mode, start = self.mode, time.perf_counter()
-            value = self._values(self.group.call(method, *args), f"{method}()")[0]
+            value = self.ranks.ask(method, *args)
             self.journal.called(method, mode, start, None, ())
             return value
 
@@ -673,7 +671,7 @@ class Control:
         if self.closed:
             self.ready(f"{method}")
         with self.lock:
-            return self._values(self.group.call(method, *args, **kwargs), f"{method}()")[0]
+            return self.ranks.ask(method, *args, **kwargs)
 
     def end_step(self, why: str = "") -> None:
         """Forget the open step; with ``why``, it was aborted."""
@@ -692,7 +690,7 @@ class Control:
         """
         with self.changing():
             self.end_step("recover()")
-            origin = str(self.ask("recover", path))
+            origin = self.ranks.recover(path)
             self.fault = None
             self._drop_frames("recovered")
             placement, nbytes = self.ask("placement"), self.ask("sizes")
@@ -732,11 +730,12 @@ class Control:
                 return
             self._drop_frames(how)
             self.end_step(how)
-            if self.fault is None:
+            if self.fault is None and not self._is_built:
                 with suppress(RLSessionError):  # without room on the device, detach re-homes on the host
                     up = Placement(dict.fromkeys(map(str, Component), Tier.DEVICE))
                     self._transition(Mode.RESIDENT, how, scope_id=None, explicit=up, rests=True)
-            self._values(self.group.call("detach"), how)
+            if not self._is_built:
+                self.ranks.ask("detach")
             self.group.close()
             self.closed = how
             self._record(events.PolicyClosed(reason=how))

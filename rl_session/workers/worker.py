@@ -13,10 +13,10 @@ from typing import Any
 import attrs
 from torch import nn
 
-from rl_session.errors import FaultedError, OpenStepError, UnsupportedError
+from rl_session.errors import FaultedError, OpenStepError, TransitionError, UnsupportedError
 from rl_session.lifecycle import MODE_TABLE, Cell, Component, Facts, Flags, Mode, Placement, Tier, resolve, restore
 from rl_session.offload.device import Device
-from rl_session.offload.engine import Engine, Notice, Snapshot
+from rl_session.offload.engine import Engine, MoveReport, Notice, Snapshot
 from rl_session.offload.guard import Explain, Guard
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
@@ -46,6 +46,7 @@ class Worker:
             spec.model, spec.forward_fn, spec.temperature, device.torch_device, label=spec.label
         )
         self._mode = Mode.RESIDENT
+        self._undo: tuple[Mode, Placement] | None = None
         self._reference: Reference | None = None
         self._buffers_written = False
         self._trainer = Trainer(spec, self.engine, self.forward)
@@ -66,6 +67,15 @@ class Worker:
         self.state_dict = self._keeper.state_dict
         self.weights, self.weight_sizes = self._keeper.weights, self._keeper.weight_sizes
         self.save_checkpoint, self.load_checkpoint = self._keeper.save_checkpoint, self._keeper.load_checkpoint
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that the last transition led to."""
+        return self._mode
+
+    def note_checkpoint(self, path: str) -> None:
+        """Another rank has written a checkpoint that holds for this one too."""
+        self._keeper.last_checkpoint = path
 
     def start(self) -> Description:
         """Install the hooks and make the reference; nothing is moved.
@@ -124,9 +134,13 @@ class Worker:
             if request.stored is not None or request.leaves_library:
                 self.engine.mark_dirty()  # the outer mode stands all the same, and may be one in which anything writes
             raise
+        self._undo = self._mode, before
         self._after_move(request)
         if live_dropped:
             self._trainer.step = None
+        return self._moved(before, report, live_dropped=live_dropped)
+
+    def _moved(self, before: Placement, report: MoveReport, *, live_dropped: bool) -> TransitionReply:
         return TransitionReply(
             before=self._with_reference(before),
             placement=self._with_reference(report.placement),
@@ -138,6 +152,28 @@ class Worker:
             host_bytes=self.engine.pool.in_use_bytes,
             notices=report.notices,
         )
+
+    def undo(self) -> TransitionReply:
+        """Take the last transition back, because another rank could not make it.
+
+        Gradients that it dropped stay dropped: an optimizer step had consumed them, or the user said to discard them.
+
+        Raises:
+            TransitionError: There is no transition to take back.
+            DeviceMemoryError, HostMemoryError, IntegrityError, TransitionError: It failed; the transition stands.
+            FaultedError: It failed half-way.
+        """
+        if self._undo is None:
+            label, facts = self.engine.explain()
+            raise TransitionError(f"{label}: undo()", (*facts, "no transition was made since"), "policy.recover()")
+        mode, before = self._undo
+        snapshot = self.engine.refresh()
+        was = snapshot.placement
+        report = self.engine.move(snapshot, Placement({**was, **before}))
+        self._mode, self._undo = mode, None
+        # What stands again may be a mode in which anything writes, and its host copies may have been given back.
+        self.engine.mark_dirty() if MODE_TABLE[mode].read_only else self.engine.forget_snapshots()
+        return self._moved(was, report, live_dropped=False)
 
     def _target(self, request: TransitionRequest, snapshot: Snapshot) -> Placement:
         facts = Facts(
@@ -387,6 +423,20 @@ class Worker:
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
         """Run ``hook(module)`` whenever bytes leave the device."""
         self.engine.cache_hooks.append(hook)
+
+    def end_step(self) -> CallResult:
+        """Forget the open step, if one is open, and drop every gradient: another rank lost its part of them."""
+        with self._trainer.accounted() as changed:
+            self._trainer.end_step()
+        return CallResult(None, tuple(changed))
+
+    def drop(self) -> None:
+        """Let everything go as it is: the model was built for this worker, and ends with it."""
+        self._guard.remove()
+        if self._reference is not None:
+            self._reference.close()
+        self.engine.abandon()
+        self.engine.pool.trim()
 
     def detach(self) -> None:
         """Give model and optimizer back whole and take every hook off."""

@@ -1,0 +1,211 @@
+"""All ranks of a policy as one: asks them, adds up what they say, and puts back those that went ahead alone.
+
+One round of messages where all goes well; a second one only where a rank failed. Decides nothing itself: that is
+:mod:`rl_session.driver.consensus`. Knows nothing of modes or scopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from rl_session.audit import events
+from rl_session.driver import consensus
+from rl_session.errors import FaultedError
+from rl_session.workers.group import RankGroup, WorkerGroup
+from rl_session.workers.replies import (
+    CallResult,
+    Failed,
+    Lost,
+    Ok,
+    Reply,
+    TransitionReply,
+    TransitionRequest,
+    error_of,
+)
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The ranks of one policy.
+
+    Args:
+        group: How they are reached.
+        label: How messages name the policy.
+        explain: Gives the facts for messages.
+        record: Writes an event of the policy.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        label: str,
+        explain: Callable[[], tuple[str, tuple[str, ...]]],
+        record: Callable[..., Any],
+    ) -> None:
+        self.group = group
+        self.label = label
+        self.last_checkpoint: str | None = None
+        """What was saved or loaded last, for a recovery that no rank survived."""
+        self._explain = explain
+        self._record = record
+        self._lost: set[int] = set()
+        self._set_up: list[tuple[str, tuple[Any, ...]]] = []
+        """Calls that a rank that is built anew has to be told again."""
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that died or were killed."""
+        return frozenset(self._lost)
+
+    @property
+    def _some(self) -> RankGroup:
+        return cast("RankGroup", self.group)
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def transition(self, request: TransitionRequest, reason: str) -> TransitionReply:
+        """Ask every rank to move; all do, or none.
+
+        Raises:
+            RLSessionError: A rank did not; every other one was put back, and the error lists them all.
+            FaultedError: A rank is lost, or could not be put back.
+        """
+        replies = self.group.call("transition", request)
+        if consensus.is_unanimous(replies):
+            return consensus.merge_transitions([cast("Ok", reply).value for reply in replies])  # type: ignore[misc]
+        if len(replies) == 1 and isinstance(replies[0], Failed):
+            raise error_of(replies[0])
+        undone = self._put_back(replies)
+        self._note_lost([*enumerate(replies), *undone.items()])
+        raise consensus.transition_error(f"{self.label}: {reason}", replies, undone, self._explain()[1])
+
+    def _put_back(self, replies: Sequence[Reply]) -> dict[int, Reply]:
+        ahead = consensus.to_put_back(replies)
+        if not ahead:
+            return {}
+        undone = self._some.call_on(ahead, "undo")
+        made = [reply.value for reply in replies if isinstance(reply, Ok)]
+        if any(isinstance(value, TransitionReply) and value.live_dropped for value in made):
+            # A part of an open step is gone for good, as the user allowed: no rank may go on with the rest of it.
+            alive = [rank for rank, reply in enumerate(replies) if not isinstance(reply, Lost)]
+            self._some.call_on(alive, "end_step")
+        return undone
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> CallResult:
+        """Make a compute or state call on every rank.
+
+        Raises:
+            FaultedError: A rank is lost, or the ranks differ now.
+            RLSessionError: What the call itself raised.
+        """
+        replies = self.group.call(method, *args, **kwargs)
+        if not consensus.is_unanimous(replies):
+            raise self._call_error(method, replies)
+        results = [cast("CallResult", cast("Ok", reply).value) for reply in replies]
+        if method in ("save_checkpoint", "load_checkpoint"):
+            self.last_checkpoint = str(args[0])
+        elif method == "register_extra":
+            self._set_up.append((method, args))
+        return self._exact(consensus.merge_calls(results), [result.changed for result in results])
+
+    def _exact(self, merged: CallResult, changes: Sequence[Any]) -> CallResult:
+        """Where only some ranks said that a component changed, the sum over all of them has to be asked for."""
+        if not merged.changed or consensus.tells_all_changes(changes):
+            return merged
+        sizes = self.ask("sizes")
+        changed = tuple(type(each)(each.component, each.tier, sizes[each.component]) for each in merged.changed)
+        return CallResult(merged.value, changed, merged.notes, merged.device_bytes)
+
+    def _call_error(self, method: str, replies: list[Reply]) -> BaseException:
+        if len(replies) == 1 and isinstance(replies[0], Failed):
+            return error_of(replies[0])
+        self._note_lost(enumerate(replies))
+        failed = [reply.error for reply in replies if isinstance(reply, Failed)]
+        error = consensus.call_error(method, self.label, replies, self._explain()[1])
+        changes = [each for each in (getattr(e, "rl_changed", ()) for e in failed) if each]
+        if changes:
+            error.rl_changed = consensus.merge_changes(changes)  # type: ignore[attr-defined]
+        return error
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Ask every rank something that is no compute call; the values as one.
+
+        Raises:
+            FaultedError: A rank is lost.
+            RLSessionError: What a rank raised.
+        """
+        values = self.ask_each(method, *args, **kwargs)
+        if method == "add_cache_hook":
+            self._set_up.append((method, args))
+        merge = consensus.MERGES.get(method)
+        return values[0] if len(values) == 1 or merge is None else merge(values)
+
+    def ask_each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """As :meth:`ask`, one value a rank."""
+        replies = self.group.call(method, *args, **kwargs)
+        if not consensus.is_unanimous(replies):
+            raise self._call_error(method, replies)
+        return [cast("Ok", reply).value for reply in replies]
+
+    def _note_lost(self, replies: Any) -> None:
+        """Write down who died, once."""
+        for rank, reply in replies:
+            if isinstance(reply, Lost) and rank not in self._lost:
+                self._lost.add(rank)
+                self._record(events.WorkerLost(rank=rank, cause=reply.cause))
+
+    # -- starting anew -------------------------------------------------------------------------------------------
+
+    def recover(self, path: str | None) -> str:
+        """Make every rank usable again, all of them with the same state; returns where it came from.
+
+        Where every rank lives, each gathers what it has. Where some are lost, all are built anew, from a checkpoint or,
+        where each rank holds a whole copy, from one that survived.
+
+        Raises:
+            FaultedError: There is nothing to restore from.
+            CheckpointError: The checkpoint cannot be loaded.
+            WorkerError: The ranks could not be started.
+        """
+        if not self._lost:
+            return str(self.ask("recover", path))
+        survivor = None if path else self._surviving_copy()
+        path = path or (None if survivor else self.last_checkpoint)
+        if survivor is None and path is None:
+            raise FaultedError(
+                f"{self.label}: recover() without a checkpoint",
+                (
+                    f"lost: {', '.join(f'rank {rank}' for rank in sorted(self._lost))}",
+                    "no rank holds a whole copy of the state",
+                ),
+                "policy.load_checkpoint(path)",
+            )
+        self._restart()
+        if survivor is not None:
+            rank, state = survivor
+            self.ask("restore_state", state)
+            return f"host copies of rank {rank}"
+        self.ask("recover", path)
+        return f"checkpoint {path}"
+
+    def _surviving_copy(self) -> tuple[int, Any] | None:
+        """The whole state, from the first survivor that has it and is not torn."""
+        if self.group.num_ranks == 1:
+            return None
+        for rank in range(self.group.num_ranks):
+            if rank in self._lost:
+                continue
+            reply = self._some.call_on([rank], "export_state")[rank]
+            if isinstance(reply, Ok) and reply.value is not None:
+                return rank, reply.value
+            self._note_lost([(rank, reply)])
+        return None
+
+    def _restart(self) -> None:
+        replies = self._some.restart()
+        consensus.merge_starts(self.label, replies)
+        self._lost.clear()
+        for method, args in self._set_up:
+            self.group.call(method, *args)
