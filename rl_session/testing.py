@@ -8,7 +8,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from rl_session.errors import ClosedError, ConfigError
+from rl_session.errors import ClosedError, ConfigError, DeviceMemoryError, TransitionError
 from rl_session.offload.device import EmulatedDevice, Fault, InjectedFault, Operation, Point
 from rl_session.policy import TrainableModel
 from rl_session.workers.plan import Parallelize, RankPlan
@@ -132,7 +132,7 @@ class FakeGroup:
         if script.point != "before":
             reply = self._interrupted(rank, script, method, args, kwargs)
         elif not is_gone:
-            reply = Failed(_error_of(script), "", self.servers[rank].placement())
+            reply = Failed(_told(script, method), "", self.servers[rank].placement())
         if not is_gone:
             return reply
         late = f"did not answer {method}() within {self.timeout_seconds:g} s, and was killed"
@@ -167,6 +167,12 @@ class FakeGroup:
         self._closed = True
         for server in self.servers:
             server.close()
+
+
+def _told(script: _Script, method: str) -> Exception:
+    """What a rank says that failed before anything was done; a rank's engine puts it so."""
+    kind = DeviceMemoryError if script.outcome == "oom" else TransitionError
+    return kind(f"{method}()", ("injected: nothing was done",), "the same call again", str(_error_of(script)))
 
 
 def _error_of(script: _Script) -> Exception:

@@ -29,6 +29,7 @@ __all__ = [
     "MERGES",
     "call_error",
     "disagreement",
+    "has_dropped_live_gradients",
     "is_unanimous",
     "merge_calls",
     "merge_starts",
@@ -57,6 +58,12 @@ def to_put_back(replies: Sequence[Reply]) -> tuple[int, ...]:
     if is_unanimous(replies):
         return ()
     return tuple(rank for rank, reply in enumerate(replies) if isinstance(reply, Ok))
+
+
+def has_dropped_live_gradients(replies: Sequence[Reply]) -> bool:
+    """Whether a rank gave up gradients of an open step, which nothing brings back."""
+    made = [reply.value for reply in replies if isinstance(reply, Ok)]
+    return any(isinstance(value, TransitionReply) and value.live_dropped for value in made)
 
 
 def disagreement(method: str, replies: Sequence[Reply]) -> bool:

@@ -472,6 +472,8 @@ class Control:
                 reply = self.ranks.transition(request, reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
+            if getattr(error, "rl_step_ended", False):
+                self.end_step("its gradients were discarded on some ranks by a transition that was taken back")
             self._note_fault(error)
             raise
         finally:

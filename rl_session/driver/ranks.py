@@ -77,21 +77,15 @@ class Ranks:
             return consensus.merge_transitions([cast("Ok", reply).value for reply in replies])  # type: ignore[misc]
         if len(replies) == 1 and isinstance(replies[0], Failed):
             raise error_of(replies[0])
-        undone = self._put_back(replies)
-        self._note_lost([*enumerate(replies), *undone.items()])
-        raise consensus.transition_error(f"{self.label}: {reason}", replies, undone, self._explain()[1])
-
-    def _put_back(self, replies: Sequence[Reply]) -> dict[int, Reply]:
         ahead = consensus.to_put_back(replies)
-        if not ahead:
-            return {}
-        undone = self._some.call_on(ahead, "undo")
-        made = [reply.value for reply in replies if isinstance(reply, Ok)]
-        if any(isinstance(value, TransitionReply) and value.live_dropped for value in made):
+        undone = self._some.call_on(ahead, "undo") if ahead else {}
+        self._note_lost([*enumerate(replies), *undone.items()])
+        error = consensus.transition_error(f"{self.label}: {reason}", replies, undone, self._explain()[1])
+        if consensus.has_dropped_live_gradients(replies):
             # A part of an open step is gone for good, as the user allowed: no rank may go on with the rest of it.
-            alive = [rank for rank, reply in enumerate(replies) if not isinstance(reply, Lost)]
-            self._some.call_on(alive, "end_step")
-        return undone
+            self._some.call_on([r for r in range(len(replies)) if r not in self._lost], "end_step")
+            error.rl_step_ended = True  # type: ignore[attr-defined]
+        raise error
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> CallResult:
         """Make a compute or state call on every rank.

@@ -10,9 +10,11 @@ import copy
 import datetime as dt
 import os
 import pickle
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -62,6 +64,21 @@ class Rendezvous:
     timeout_seconds: float
 
 
+@attrs.define(slots=False)
+class WholeState:
+    """All that a rank would be lost with.
+
+    Attributes:
+        files: A checkpoint: relative path to content.
+        reference: The copied reference, by tensor; None without one.
+        last_checkpoint: What was saved or loaded last.
+    """
+
+    files: dict[str, bytes]
+    reference: dict[str, bytes] | None
+    last_checkpoint: str | None
+
+
 class RankServer:
     """One rank.
 
@@ -94,6 +111,8 @@ class RankServer:
             "save_checkpoint": self._save_checkpoint,
             "describe": self._describe,
             "emulated": self._emulated,
+            "export_state": self._export_state,
+            "restore_state": self._restore_state,
             "close": self.close,
             "nothing": lambda: None,
             "acquire": self._lease.acquire,
@@ -303,6 +322,32 @@ class RankServer:
             return CallResult(None)
         return worker.save_checkpoint(path)
 
+    def _export_state(self) -> WholeState | None:
+        """Everything that makes this rank what it is, where it has a whole copy; everything is on the host afterwards.
+
+        Raises:
+            FaultedError: A failed optimizer step left it part old, part new.
+        """
+        if not self._is_replica:
+            return None
+        worker = self._of_worker()
+        kept = worker.last_checkpoint
+        worker.recover()
+        with tempfile.TemporaryDirectory() as folder:
+            worker.save_checkpoint(str(Path(folder) / "state"))
+            files = _read_files(Path(folder) / "state")
+        worker.note_checkpoint(kept)
+        return WholeState(files, worker.export_reference(), kept)
+
+    def _restore_state(self, state: WholeState) -> None:
+        """Become what another rank was."""
+        worker = self._of_worker()
+        with tempfile.TemporaryDirectory() as folder:
+            _write_files(Path(folder) / "state", state.files)
+            worker.recover(str(Path(folder) / "state"))
+        worker.note_checkpoint(state.last_checkpoint)
+        worker.restore_reference(state.reference)
+
     def _emulated(self, name: str, *args: Any) -> Any:
         """Ask the emulated device of this rank something, or make it fail; for :mod:`rl_session.testing`."""
         return emulate(self._of_worker().engine.device, name, *args)
@@ -313,6 +358,17 @@ class RankServer:
         if worker is not None:
             worker.drop()
         self._log.close()
+
+
+def _read_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _write_files(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def _open_log(target: AuditTarget | None, rank: int, restarts: int) -> AuditLog:

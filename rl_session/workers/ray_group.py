@@ -33,6 +33,8 @@ _LOOK_SECONDS = 0.5
 """How often a slow call looks whether a rank has died meanwhile."""
 _GRACE_SECONDS = 5.0
 """How long ranks may stay in a call after another one was lost: it may be a collective that cannot end any more."""
+_START_SECONDS = 600.0
+"""How long starting processes and building models may take, where a call may not take longer."""
 _END_SECONDS = 10.0
 """How long ranks may take to let go of everything at the end, before they are killed."""
 _SMALL = (str, int, float, bool, type(None), TransitionRequest, Flags, Mode, Placement, Stamp)
@@ -98,10 +100,10 @@ class RayGroup:
         self._lost = {}
         self.actors[:] = [self._start_actor(rank) for rank in range(self.num_ranks)]
         first = self.actors[0]
-        meeting = first.listen.remote(first.node_address.remote(), self.timeout_seconds)
-        replies = self._gather(
-            {rank: actor.build.remote(self._plan, meeting) for rank, actor in enumerate(self.actors)}, "build"
-        )
+        patience = max(_START_SECONDS, self.timeout_seconds)
+        meeting = first.listen.remote(first.node_address.remote(), patience)
+        refs = {rank: actor.build.remote(self._plan, meeting) for rank, actor in enumerate(self.actors)}
+        replies = self._gather(refs, "build", patience)
         return [replies[rank] for rank in range(self.num_ranks)]
 
     def _start_actor(self, rank: int) -> Any:
@@ -168,9 +170,10 @@ class RayGroup:
             return (args,)
         return ray.put((args, dict(kwargs))), True
 
-    def _gather(self, refs: Mapping[int, Any], method: str) -> dict[int, Reply]:
+    def _gather(self, refs: Mapping[int, Any], method: str, seconds: float | None = None) -> dict[int, Reply]:
         """Wait for every rank until the deadline; kill those past it, and those that wait for one that was lost."""
-        deadline = time.monotonic() + self.timeout_seconds
+        seconds = self.timeout_seconds if seconds is None else seconds
+        deadline = time.monotonic() + seconds
         pending = {ref: rank for rank, ref in refs.items()}
         replies: dict[int, Reply] = {}
         dead = ""
@@ -186,7 +189,7 @@ class RayGroup:
                     self._wake(pending.values())
             if pending and time.monotonic() >= deadline:
                 late = f"was still in {method}() {_GRACE_SECONDS:g} s after {dead} was lost, and was killed"
-                slow = f"did not answer {method}() within {self.timeout_seconds:g} s, and was killed"
+                slow = f"did not answer {method}() within {seconds:g} s, and was killed"
                 for rank in pending.values():
                     replies[rank] = self._kill(rank, late if dead else slow)
                 break

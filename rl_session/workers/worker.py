@@ -23,7 +23,7 @@ from rl_session.offload.inventory import Sources
 from rl_session.workers import compute
 from rl_session.workers.batch import check_batch, to_device
 from rl_session.workers.keeper import Keeper
-from rl_session.workers.reference import Reference, Swap, make_reference
+from rl_session.workers.reference import CopyReference, Reference, Swap, make_reference
 from rl_session.workers.replies import CallResult, Description, Held, Room, TransitionReply, TransitionRequest
 from rl_session.workers.sampling import SamplingParams, sample
 from rl_session.workers.spec import WorkerSpec
@@ -73,9 +73,23 @@ class Worker:
         """The mode that the last transition led to."""
         return self._mode
 
-    def note_checkpoint(self, path: str) -> None:
+    @property
+    def last_checkpoint(self) -> str | None:
+        """What was saved or loaded last."""
+        return self._keeper.last_checkpoint
+
+    def note_checkpoint(self, path: str | None) -> None:
         """Another rank has written a checkpoint that holds for this one too."""
         self._keeper.last_checkpoint = path
+
+    def export_reference(self) -> dict[str, bytes] | None:
+        """The copied reference, by tensor; None where there is none."""
+        return self._reference.export() if isinstance(self._reference, CopyReference) else None
+
+    def restore_reference(self, copied: dict[str, bytes] | None) -> None:
+        """Make the copied reference what it was on another rank."""
+        if copied is not None and isinstance(self._reference, CopyReference):
+            self._reference.restore(copied)
 
     def start(self) -> Description:
         """Install the hooks and make the reference; nothing is moved.

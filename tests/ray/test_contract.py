@@ -145,12 +145,12 @@ def test_an_error_of_the_loss_keeps_its_class(group: Any) -> None:
 
 
 def test_an_error_that_cannot_travel_says_the_same_in_words(group: Any) -> None:
-    class Odd(Exception):
+    class OddError(Exception):
         def __init__(self, a: int, b: int) -> None:
             super().__init__(f"{a} is not {b}")
 
     def loss(*_: Any) -> Any:
-        raise Odd(1, 2)
+        raise OddError(1, 2)
 
     group.call("transition", TRAINING)
     for reply in group.call("train", make_batch(), loss, None, None, False):
