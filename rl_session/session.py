@@ -21,6 +21,7 @@ from rl_session.audit import AuditLog, events
 from rl_session.config import OffloadConfig, Verify, check_budget, check_choice
 from rl_session.driver import consensus
 from rl_session.driver.control import Control
+from rl_session.driver.lease import LeaseClient
 from rl_session.driver.remote_device import RemoteDevice
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import ClosedError, ConfigError, RLSessionError
@@ -211,7 +212,19 @@ class Session:
             where = self._remote_device(workers.site(), first)
             where.hold(name, first.device_bytes)
             resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
-            control = Control(name, kind._kind, group, self._run, flags, first, resting, where, is_built=True)  # noqa: SLF001
+            lease = LeaseClient(group, "driver")
+            control = Control(
+                name,
+                kind._kind,  # noqa: SLF001
+                group,
+                self._run,
+                flags,
+                first,
+                resting,
+                where,
+                is_built=True,
+                lease=lease,
+            )
         except BaseException:
             group.close()
             raise

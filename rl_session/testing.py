@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -47,6 +49,18 @@ class FakeWorkers:
         return self.group, self.group.start()
 
 
+_groups: weakref.WeakValueDictionary[int, FakeGroup] = weakref.WeakValueDictionary()
+
+
+def _same_ranks(key: int) -> FakeGroup:
+    """Another handle on the ranks of a group, with its own lease."""
+    found = _groups[key]
+    group = FakeGroup.__new__(FakeGroup)
+    group.__dict__.update(found.__dict__)  # the same ranks, scripts and calls
+    group.stamp, group.is_owner = Stamp(), False
+    return group
+
+
 @attrs.define
 class _Script:
     outcome: Outcome
@@ -64,6 +78,8 @@ class FakeGroup:
     """
 
     logs_moves = True
+    is_sharded = False
+    is_owner = True
 
     def __init__(self, num_ranks: int, plan: RankPlan, timeout_seconds: float = 600.0) -> None:
         self.num_ranks = num_ranks
@@ -77,6 +93,15 @@ class FakeGroup:
         self._lost: dict[int, str] = {}
         self._scripts: dict[tuple[int, str], _Script] = {}
         self._closed = False
+        _groups[id(self)] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Unpickled in this process, it is another handle on the same ranks."""
+        return _same_ranks, (id(self),)
+
+    def whoami(self) -> str:
+        """As another process would be called."""
+        return str(os.getpid())
 
     def start(self) -> list[Reply]:
         """Build every rank."""
@@ -125,6 +150,8 @@ class FakeGroup:
     def _one(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Reply:
         if rank in self._lost:
             return Lost(self._lost[rank])
+        if self.servers[rank].is_closed:
+            return Lost("the process that made the policy has closed it")
         script = self._scripts.pop((rank, method), None)
         if script is None:
             return self.servers[rank].serve(self.stamp, method, (args, kwargs), has_kwargs=True)
@@ -165,6 +192,8 @@ class FakeGroup:
         if self._closed:
             return
         self._closed = True
+        if not self.is_owner:
+            return
         for server in self.servers:
             server.close()
 

@@ -20,6 +20,7 @@ from rl_session.audit import events
 from rl_session.driver.arbiter import Wish
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
+from rl_session.driver.lease import READS, LeaseClient
 from rl_session.driver.ownership import Ownership, Token
 from rl_session.driver.ranks import Ranks
 from rl_session.driver.run import Run, error_text
@@ -29,9 +30,11 @@ from rl_session.errors import (
     FaultedError,
     ModeError,
     NestingError,
+    OwnershipError,
     RLSessionError,
     ScopeError,
     ScopeOrderError,
+    StaleHandleError,
 )
 from rl_session.lifecycle import (
     CALL_NEEDS,
@@ -48,6 +51,7 @@ from rl_session.lifecycle import (
 from rl_session.offload.device import Device
 from rl_session.planning import Holding
 from rl_session.workers.group import WorkerGroup
+from rl_session.workers.lease import PolicyState
 from rl_session.workers.replies import (
     CallResult,
     Description,
@@ -108,6 +112,7 @@ class Control:
         base: The mode outermost exits go to.
         device: Where its bytes are when they are needed.
         is_built: Whether the session built the model, which then ends with the policy.
+        lease: Where handles in other processes may have the policy too.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Control:
         device: Device,
         *,
         is_built: bool = False,
+        lease: LeaseClient | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -151,7 +157,9 @@ class Control:
         self._record = self.journal.write
         self.ranks = Ranks(group, self.label, self.explain, self._record)
         self._is_built = is_built
-        self.journal.created(first, group.num_ranks)
+        self.lease = lease
+        if lease is None or lease.is_held:  # another process wrote it before it handed the policy on
+            self.journal.created(first, group.num_ranks)
 
     # -- saying what is ------------------------------------------------------------------------------------------
 
@@ -217,7 +225,7 @@ class Control:
                     self._close_frame(frame, "orphaned")
             finally:
                 if not self.frames:
-                    self.ownership.release()
+                    self._release()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -235,12 +243,115 @@ class Control:
         """
         self.ownership.check_process(spelling)
         self.close_orphans()  # their owner may be gone with them
-        return self.ownership.acquire(spelling, call_site, timeout)
+        token = self.ownership.acquire(spelling, call_site, timeout)
+        if self.lease is not None and not self.lease.is_held:
+            try:
+                self._take_lease(f"{spelling} at {call_site}", timeout)
+            except BaseException:
+                self.let_go(token)
+                raise
+        return token
 
     def let_go(self, token: Token) -> None:
         """Stop being the owner, unless a scope is open: then the end of that scope does it."""
         if not self.frames:
-            self.ownership.release(token)
+            self._release(token)
+
+    def _release(self, token: Token | None = None) -> None:
+        """Nobody owns it from now on, in this process and, where others have handles, in any."""
+        lease = self.lease
+        if lease is not None and lease.is_held and lease.is_shared and self.step is None:
+            lease.give_up(self.state())
+        self.ownership.release(token)
+
+    # -- other processes -----------------------------------------------------------------------------------------
+
+    def state(self) -> PolicyState:
+        """What the next holder of the lease has to know."""
+        return PolicyState(
+            mode=self.mode,
+            resting_mode=self.resting_mode,
+            resting=self.resting,
+            explicit=self._explicit,
+            pending_release=self._pending_release,
+            fault=self.fault,
+            flags=self.flags,
+            last_move=self.last_move,
+            last_checkpoint=self.ranks.last_checkpoint,
+            closed=self.closed,
+        )
+
+    def adopt(self, state: PolicyState | None) -> None:
+        """Know what the last holder of the lease knew."""
+        if state is None:
+            return
+        self.mode, self.resting_mode, self.resting = state.mode, state.resting_mode, state.resting
+        self._explicit, self._pending_release = state.explicit, state.pending_release
+        self.fault, self.flags, self.closed = state.fault, state.flags, state.closed
+        self.last_move, self.ranks.last_checkpoint = state.last_move, state.last_checkpoint
+
+    def _take_lease(self, what: str, timeout: float | None = None) -> None:
+        assert self.lease is not None
+        if self.lease.is_revoked and self.frames:
+            raise self._revoked(what)
+        self.adopt(self.lease.take(what, timeout).state)
+
+    def _take_lease_by_force(self, what: str) -> None:
+        """Get the lease from whoever has it, where the rank that grants it lives; else all will be built anew."""
+        if self.lease is not None and not self.lease.is_held and 0 not in self.ranks.lost:
+            with suppress(OwnershipError):
+                self.adopt(self.lease.take(what, force=True).state)
+
+    def share(self) -> None:
+        """From now on handles elsewhere get the lease whenever nobody is at work here."""
+        if self.lease is None:
+            return
+        with self.lock:
+            self.lease.is_shared = True
+            if not (self.frames or self._calls or self._moving or self.closed):
+                self._release()
+
+    def _revoked(self, what: str) -> StaleHandleError:
+        return StaleHandleError(
+            f"{self.label}: {what}, after another process took the policy over",
+            self.explain()[1],
+            "leave the open scopes, and enter new ones",
+        )
+
+    def look(self) -> None:
+        """Bring what is known up to date, where another process may have changed it."""
+        lease = self.lease
+        if lease is None or lease.is_held or self.closed or self.frames:
+            return
+        with self.lock:
+            seen = lease.view()
+            if seen["is_free"]:
+                self.adopt(seen["state"])
+            elif seen["mode"] is not None:
+                self.mode = seen["mode"]
+
+    def take_over(self) -> None:
+        """Take the lease from a process that is gone with a scope open, and go to the resting mode.
+
+        Raises:
+            RLSessionError: The transition failed and was rolled back.
+        """
+        lease = self.lease
+        if lease is None or lease.is_held:
+            return
+        with self.changing():
+            seen = lease.view()
+            if seen["is_free"]:
+                return
+            self.adopt(lease.take("recover()", force=True).state)
+            self.mode = seen["mode"] or self.mode
+            placement, nbytes = self.ask("placement"), self.ask("sizes")
+            origin = f"what {seen['held_by']} left"
+            self._record(events.PolicyRecovered(origin=origin, placement=placement.as_text(), nbytes=nbytes))
+            try:
+                self._go_outside(self.resting_mode, "recover()", None)
+            finally:
+                self._release()
 
     def enter(
         self, holder: Any, mode: Mode, spelling: str, call_site: str, *, via: str = "scope", engine: str = ""
@@ -319,13 +430,13 @@ class Control:
                     self._close_frame(frame, error_text(error))
                 finally:
                     if not self.frames:
-                        self.ownership.release()
+                        self._release()
                 return
             inner = self.frames[self.frames.index(frame) + 1 :]
             failures = [self._try_close(left_open, "left open") for left_open in reversed(inner)]
             failures.append(self._try_close(frame, error_text(error)))
             if not self.frames:
-                self.ownership.release()
+                self._release()
         if inner:
             failures.append(self._order_error(frame, inner))
         raised = [failure for failure in failures if failure is not None]
@@ -356,6 +467,11 @@ class Control:
         if frame.undo is not None:
             frame.undo()
             frame.undo = None
+        lease = self.lease
+        if lease is not None and (lease.is_revoked or (not self.frames and lease.was_taken())):
+            message = f"{frame.describe()} ended after another process had taken the policy over"
+            self._record(events.WarningIssued(code="lease_revoked", message=message))
+            raise self._revoked(f"leaving {frame.describe()}")
         outer_mode = self.frames[-1].mode if self.frames else self.resting_mode
         failure: BaseException | None = None
         try:
@@ -472,6 +588,8 @@ class Control:
                 reply = self.ranks.transition(request, reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
+            if self.lease is not None:
+                self.lease.revoke(error)
             if getattr(error, "rl_step_ended", False):
                 self.end_step("its gradients were discarded on some ranks by a transition that was taken back")
             self._note_fault(error)
@@ -581,6 +699,8 @@ class Control:
         """
         gate = method if gate is None else gate
         self.ownership.check_process(f"{method}()")
+        if self.lease is not None and not self.lease.is_held:
+            return self._call_elsewhere(method, args, gate, needs_owner=needs_owner, then=then, **kwargs)
         if needs_owner:
             self.close_orphans()  # their owner may be gone with them
             self.ownership.check(f"{method}()")
@@ -606,9 +726,55 @@ class Control:
                 self._record(then(result))
             return result.value
 
+    def _call_elsewhere(self, method: str, args: tuple[Any, ...], gate: str, **kwargs: Any) -> Any:
+        """A call by a handle that does not hold the lease: one that only reads is made as things are, others take it."""
+        if method not in READS:
+            with self.lock:
+                self._take_lease(f"{method}()")
+                try:
+                    return self.call(method, *args, gate=gate, **kwargs)
+                finally:
+                    self._release()
+        for named in ("needs_owner", "then"):
+            kwargs.pop(named, None)
+        return self._read(method, gate, *args, **kwargs).value
+
+    def _read(self, method: str, gate: str, *args: Any, **kwargs: Any) -> Any:
+        """Read from a rank, judged by what this handle knows; what turns out to be stale is looked at anew, once."""
+        assert self.lease is not None
+        with self._serialised():
+            for is_last in (False, True):
+                if is_last or not self.lease.has_looked:
+                    self.look()
+                self.ready(f"{method}()")
+                if gate and not may_call(self.mode, gate) and not is_last:
+                    continue
+                self.check_mode(gate)
+                try:
+                    return self._read_once(method, *args, **kwargs)
+                except StaleHandleError:
+                    if is_last:
+                        raise
+        raise AssertionError
+
+    def _read_once(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.lease is not None
+        mode, start = self.mode, time.perf_counter()
+        try:
+            value = self.lease.read(method, mode, *args, **kwargs)
+        except StaleHandleError:
+            raise
+        except BaseException as error:
+            self.journal.called(method, mode, start, error_text(error), ())
+            raise
+        self.journal.called(method, mode, start, None, ())
+        return value
+
     def call_plain(self, method: str, *args: Any) -> Any:
         """As :meth:`call`, for a method that is legal everywhere and returns its value as it is."""
         self.ownership.check_process(f"{method}()")
+        if self.lease is not None and not self.lease.is_held:
+            return self._read(method, "", *args)
         with self._serialised():
             self.ready(f"{method}()")
             mode, start = self.mode, time.perf_counter()
@@ -691,8 +857,11 @@ class Control:
             CheckpointError: The checkpoint cannot be loaded.
         """
         with self.changing():
+            self._take_lease_by_force("recover()")
             self.end_step("recover()")
             origin = self.ranks.recover(path)
+            if self.lease is not None and self.ranks.is_new:
+                self.lease.begin_anew()
             self.fault = None
             self._drop_frames("recovered")
             placement, nbytes = self.ask("placement"), self.ask("sizes")
@@ -711,7 +880,17 @@ class Control:
             except BaseException:
                 self._pending_release = True  # no scope ended: the mode stands until what comes next makes up for it
                 raise
+            finally:
+                self._release()
             return origin
+
+    def _close_handle(self, how: str) -> None:
+        """End what this process has open; the policy is another's, and goes on."""
+        while self.frames:
+            self._try_close(self.frames[-1], how)
+        self._release()
+        self.group.close()
+        self.closed = how
 
     def _drop_frames(self, why: str) -> None:
         """Close every scope without a transition."""
@@ -723,12 +902,15 @@ class Control:
                 self._close_frame(self.frames[-1], why)
         finally:
             self.fault = fault
-            self.ownership.release()
+            self._release()
 
     def close(self, how: str) -> None:
         """Close open scopes, give the model back whole, and refuse everything from now on. Idempotent."""
         with self.changing():
             if self.closed:
+                return
+            if self.lease is not None and self.lease.handle != 0:
+                self._close_handle(how)
                 return
             self._drop_frames(how)
             self.end_step(how)

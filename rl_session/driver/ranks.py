@@ -12,13 +12,14 @@ from typing import Any, cast
 from rl_session.audit import events
 from rl_session.driver import consensus
 from rl_session.errors import FaultedError
-from rl_session.workers.group import RankGroup, WorkerGroup
+from rl_session.workers.group import SharedGroup, WorkerGroup
 from rl_session.workers.replies import (
     CallResult,
     Failed,
     Lost,
     Ok,
     Reply,
+    Stamp,
     TransitionReply,
     TransitionRequest,
     error_of,
@@ -50,6 +51,8 @@ class Ranks:
         """What was saved or loaded last, for a recovery that no rank survived."""
         self._explain = explain
         self._record = record
+        self.is_new = False
+        """Whether the last recovery built them anew."""
         self._lost: set[int] = set()
         self._set_up: list[tuple[str, tuple[Any, ...]]] = []
         """Calls that a rank that is built anew has to be told again."""
@@ -60,8 +63,8 @@ class Ranks:
         return frozenset(self._lost)
 
     @property
-    def _some(self) -> RankGroup:
-        return cast("RankGroup", self.group)
+    def _some(self) -> SharedGroup:
+        return cast("SharedGroup", self.group)
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -163,6 +166,7 @@ class Ranks:
             CheckpointError: The checkpoint cannot be loaded.
             WorkerError: The ranks could not be started.
         """
+        self.is_new = bool(self._lost)
         if not self._lost:
             return str(self.ask("recover", path))
         survivor = None if path else self._surviving_copy()
@@ -201,5 +205,6 @@ class Ranks:
         replies = self._some.restart()
         consensus.merge_starts(self.label, replies)
         self._lost.clear()
+        self._some.stamp = Stamp()  # the ranks know of no lease yet
         for method, args in self._set_up:
             self.group.call(method, *args)

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from rl_session.errors import ClosedError, UnsupportedError
-from rl_session.workers.replies import Failed, Ok, Reply
+from rl_session.workers.replies import Failed, Ok, Reply, Stamp
 from rl_session.workers.worker import Worker
 
-__all__ = ["LocalGroup", "RankGroup", "WorkerGroup"]
+__all__ = ["LocalGroup", "RankGroup", "SharedGroup", "WorkerGroup"]
 
 
 class WorkerGroup(Protocol):
@@ -49,6 +49,22 @@ class RankGroup(WorkerGroup, Protocol):
 
     def restart(self) -> list[Reply]:
         """End every rank that still lives and build all anew; one reply a rank, a ``Description`` where it worked."""
+        ...
+
+
+class SharedGroup(RankGroup, Protocol):
+    """A group that handles in several processes can reach; it can be pickled.
+
+    Attributes:
+        stamp: What every call carries.
+        is_sharded: Whether a rank alone cannot answer for the model.
+    """
+
+    stamp: Stamp
+    is_sharded: bool
+
+    def whoami(self) -> str:
+        """How this process is called in the log."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import attrs
 
 from rl_session.errors import ConfigError
-from rl_session.workers.group import RankGroup
+from rl_session.workers.group import SharedGroup
 from rl_session.workers.plan import Parallelize, RankPlan
 from rl_session.workers.replies import Reply
 
@@ -23,7 +23,7 @@ class Workers(Protocol):
 
     parallelize: Parallelize
 
-    def start(self, plan: RankPlan, timeout_seconds: float) -> tuple[RankGroup, list[Reply]]:
+    def start(self, plan: RankPlan, timeout_seconds: float) -> tuple[SharedGroup, list[Reply]]:
         """Build every rank; the group, and what each rank is (a ``Description``), or why it could not be built."""
         ...
 
@@ -128,7 +128,7 @@ class RayWorkers:
             return self.placement.site()
         return self if isinstance(self.placement, str) else self.placement
 
-    def start(self, plan: RankPlan, timeout_seconds: float) -> tuple[RankGroup, list[Reply]]:
+    def start(self, plan: RankPlan, timeout_seconds: float) -> tuple[SharedGroup, list[Reply]]:
         """Start the actors and build every rank.
 
         Raises:

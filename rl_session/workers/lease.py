@@ -7,6 +7,7 @@ of them for messages.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ from rl_session.workers.replies import Stamp
 
 __all__ = ["FREE", "Grant", "Lease", "PolicyState"]
 
+_SOMEBODY = -2
 FREE = -1
 """The holder of a lease that nobody holds."""
 
@@ -69,6 +71,8 @@ class Lease:
         self.held_by = "the session that made the policy"
         self.state: PolicyState | None = None
         self._num_handles = 0
+        # Questions are answered on a thread of their own, while the rank computes on another.
+        self._lock = threading.Lock()
 
     def check(self, stamp: Stamp, mode: Mode | None, method: str) -> None:
         """Refuse a call that was judged by what is no longer so. O(1).
@@ -81,8 +85,11 @@ class Lease:
         Raises:
             StaleHandleError: Another handle has the lease, or the mode is not the one the call was judged by.
         """
-        if stamp.epoch > self.epoch:  # granted by the first rank since
-            self.epoch, self.holder, self.held_by = stamp.epoch, stamp.handle, f"handle {stamp.handle}"
+        if stamp.epoch > self.epoch:  # granted by the first rank since; a reader only knows of it
+            self.epoch, self.holder = stamp.epoch, stamp.handle if stamp.mode is None else _SOMEBODY
+            self.held_by = f"handle {stamp.handle}"
+        elif stamp.epoch == self.epoch and self.holder == _SOMEBODY and stamp.mode is None:
+            self.holder = stamp.handle
         if stamp.epoch == self.epoch and (stamp.handle == self.holder or (stamp.mode is mode and mode is not None)):
             return
         raise StaleHandleError(
@@ -97,8 +104,9 @@ class Lease:
 
     def connect(self) -> int:
         """A number for one more handle."""
-        self._num_handles += 1
-        return self._num_handles
+        with self._lock:
+            self._num_handles += 1
+            return self._num_handles
 
     def acquire(self, handle: int, held_by: str, *, force: bool = False) -> Grant:
         """Give the lease to a handle, if nobody holds it.
@@ -111,21 +119,23 @@ class Lease:
         Raises:
             OwnershipError: Another handle holds it.
         """
-        if self.holder not in (FREE, handle) and not force:
-            raise OwnershipError(
-                f"{self._label}: {held_by}, while another process owns the policy",
-                (f"owner: {self.describe()} (epoch {self.epoch})",),
-                "with policy.training_mode(acquire_timeout=60): ...  # waits; policy.recover() where the owner is gone",
-            )
-        if self.holder != handle:
-            self.epoch += 1
-        self.holder, self.held_by = handle, held_by
-        return Grant(handle, self.epoch, self.state)
+        with self._lock:
+            if self.holder not in (FREE, handle) and not force:
+                raise OwnershipError(
+                    f"{self._label}: {held_by}, while another process owns the policy",
+                    (f"owner: {self.describe()} (epoch {self.epoch})",),
+                    "with policy.training_mode(acquire_timeout=60): ...  # waits; policy.recover() where the owner is gone",
+                )
+            if self.holder != handle:
+                self.epoch += 1
+            self.holder, self.held_by = handle, held_by
+            return Grant(handle, self.epoch, self.state)
 
     def release(self, handle: int, state: PolicyState | None) -> None:
         """Let go of it, and leave the state for the next holder. Nothing happens when another handle holds it."""
-        if handle == self.holder:
-            self.holder, self.state = FREE, state
+        with self._lock:
+            if handle == self.holder:
+                self.holder, self.state = FREE, state
 
     def view(self) -> dict[str, Any]:
         """For a handle that does not hold it: epoch, and who holds it."""

@@ -46,7 +46,16 @@ from rl_session.workers.replies import (
 )
 from rl_session.workers.worker import Worker
 
-__all__ = ["RankServer", "Rendezvous"]
+__all__ = ["ASIDE", "RankServer", "Rendezvous"]
+
+
+ASIDE = frozenset({"acquire", "release", "connect", "view"})
+"""Questions about the lease, which are answered also while the rank computes."""
+
+_OPEN_TO_ALL = ASIDE | frozenset(
+    {"describe", "nothing", "emulated", "close"} | {"placement", "sizes", "memory", "component_names", "has_open_step"}
+)
+"""What any handle may ask at any time."""
 
 
 @attrs.define(slots=False)
@@ -103,6 +112,7 @@ class RankServer:
         self._log = AuditLog(None)
         self._policy = ""
         self._is_replica = True
+        self.is_closed = False
         self._asked: TransitionRequest
         self._own: dict[str, Callable[..., Any]] = {
             "transition": self._transition,
@@ -120,7 +130,7 @@ class RankServer:
             "connect": self._lease.connect,
             "view": self._view,
         }
-        self._open_to_all = frozenset({"acquire", "release", "connect", "view", "describe", "nothing", "emulated"})
+        self._open_to_all = _OPEN_TO_ALL
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -354,6 +364,7 @@ class RankServer:
 
     def close(self) -> None:
         """Let the model and every buffer go, and end the records of this rank. Idempotent."""
+        self.is_closed = True
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.drop()

@@ -24,7 +24,7 @@ from rl_session.errors import ClosedError, ConfigError, UnsupportedError, Worker
 from rl_session.lifecycle import Flags, Mode, Placement
 from rl_session.workers.launch import RayWorkers
 from rl_session.workers.plan import RankPlan
-from rl_session.workers.rank import RankServer
+from rl_session.workers.rank import ASIDE, RankServer
 from rl_session.workers.replies import Failed, Lost, Reply, Stamp, TransitionRequest
 
 __all__ = ["RayGroup"]
@@ -54,6 +54,11 @@ class _RankActor(RankServer):
         return self.break_off()
 
     @ray.method(concurrency_group="control")
+    def serve_aside(self, stamp: Stamp, method: str, packed: Any = (), has_kwargs: bool = False) -> Reply:
+        """As ``serve``, at once also while the rank computes: for questions about the lease."""
+        return self.serve(stamp, method, packed, has_kwargs)
+
+    @ray.method(concurrency_group="control")
     def pid(self) -> int:
         """The process."""
         return os.getpid()
@@ -76,12 +81,15 @@ class RayGroup:
     """
 
     logs_moves = True
+    is_owner = True
+    """Whether the ranks are this process's to end and to start anew."""
 
     def __init__(self, workers: RayWorkers, plan: RankPlan, timeout_seconds: float) -> None:
         self.num_ranks = workers.num_workers
         self.timeout_seconds = timeout_seconds
         self.stamp = Stamp()
         self.actors: list[Any] = []
+        self.is_sharded = plan.parallelize is not None and self.num_ranks > 1
         self._workers = workers
         self._plan = plan
         self._lost: dict[int, str] = {}
@@ -92,6 +100,16 @@ class RayGroup:
         owned, self._bundles = _place(workers, self._gpus, plan.label, timeout_seconds)
         # At the end of the session, when the group is dropped, and when the interpreter ends: no actor stays, no bundle.
         self._end = weakref.finalize(self, _end, self.actors, owned)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reaches the same actors; it does not own them."""
+        return _attached, (self.num_ranks, self.timeout_seconds, self.is_sharded, list(self.actors), dict(self._lost))
+
+    def whoami(self) -> str:
+        """The name of the actor this is, or the number of the process."""
+        context = ray.get_runtime_context()
+        actor = context.get_actor_id()
+        return str(context.get_actor_name() or actor[:12]) if actor else str(os.getpid())
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -117,6 +135,8 @@ class RayGroup:
         """End every rank that still lives and build all anew."""
         if self._closed:
             return [Failed(_after_close("restart"))] * self.num_ranks
+        if not self.is_owner:
+            return [Failed(_not_ours())] * self.num_ranks
         _kill(self.actors)
         self._restarts += 1
         return self.start()
@@ -154,11 +174,9 @@ class RayGroup:
             return {rank: Failed(_after_close(method)) for rank in asked}
         try:
             packed = self._pack(args, kwargs)
-            refs = {
-                rank: self.actors[rank].serve.remote(self.stamp, method, *packed)
-                for rank in asked
-                if rank not in self._lost
-            }
+            living = [rank for rank in asked if rank not in self._lost]
+            serving = {r: self.actors[r].serve_aside if method in ASIDE else self.actors[r].serve for r in living}
+            refs = {rank: serve.remote(self.stamp, method, *packed) for rank, serve in serving.items()}
         except Exception as error:
             return dict.fromkeys(asked, Failed(_unsendable(method, error)))
         replies = self._gather(refs, method)
@@ -229,12 +247,33 @@ class RayGroup:
         if self._closed:
             return
         self._closed = True
+        if not self.is_owner:
+            return
         if ray.is_initialized():
             living = [actor for rank, actor in enumerate(self.actors) if rank not in self._lost]
             with suppress(Exception):
                 refs = [actor.serve.remote(self.stamp, "close") for actor in living]
                 ray.wait(refs, num_returns=len(refs), timeout=_END_SECONDS) if refs else None
         self._end()
+
+
+def _attached(
+    num_ranks: int, timeout_seconds: float, is_sharded: bool, actors: list[Any], lost: dict[int, str]
+) -> RayGroup:
+    """A group of actors that another process started."""
+    group = RayGroup.__new__(RayGroup)
+    group.num_ranks, group.timeout_seconds, group.is_sharded = num_ranks, timeout_seconds, is_sharded
+    group.actors, group.stamp, group.is_owner = actors, Stamp(), False
+    group._lost, group._closed = lost, False  # noqa: SLF001 (made here)
+    return group
+
+
+def _not_ours() -> UnsupportedError:
+    return UnsupportedError(
+        "starting workers anew from another process than the one that started them",
+        (),
+        "policy.recover()  # in the process of the session; then pickle the policy again",
+    )
 
 
 def _after_close(method: str) -> ClosedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,27 @@ def _where(tensors: list[Tensor]) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         found = {"device" if t.untyped_storage().nbytes() else "host" for t in tensors}
     return "none" if not found else found.pop() if len(found) == 1 else "mixed"
+
+
+class Learner:
+    """An actor of the user's own, that is given a policy."""
+
+    def __init__(self, policy: rs.Policy) -> None:
+        self.policy = policy
+        self.scope: Any = None
+
+    def learn(self, wait_seconds: float = 0.0) -> dict[str, Any]:
+        with self.policy.training_mode(acquire_timeout=wait_seconds) as training:
+            return training.train(make_batch(), nll)
+
+    def logprobs(self) -> torch.Tensor:
+        found: torch.Tensor = self.policy.get_logprobs(make_batch())["logprobs"]
+        return found
+
+    def enter_and_stay(self) -> int:
+        self.scope = self.policy.training_mode()
+        self.scope.__enter__()
+        return os.getpid()
+
+    def mode(self) -> str:
+        return str(self.policy.mode)
