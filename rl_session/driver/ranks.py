@@ -166,6 +166,8 @@ class Ranks:
             CheckpointError: The checkpoint cannot be loaded.
             WorkerError: The ranks could not be started.
         """
+        if self.group.num_ranks > 1:  # another process may have seen a rank die of which this one has not heard
+            self._note_lost(enumerate(self.group.call("nothing")))
         self.is_new = bool(self._lost)
         if not self._lost:
             return str(self.ask("recover", path))

@@ -57,6 +57,11 @@ _OPEN_TO_ALL = ASIDE | frozenset(
 )
 """What any handle may ask at any time."""
 
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
+
+_CHANGES_NOTHING = ASIDE | {"transition", "nothing", "describe"}
+"""After these the last look at the model still holds."""
+
 
 @attrs.define(slots=False)
 class Rendezvous:
@@ -171,6 +176,7 @@ class RankServer:
         )
         self._worker = Worker(spec, device, pool, lambda: (label, self._facts()))
         self._worker.set_flags(plan.flags)
+        self._worker.is_private = True
         self._is_replica = plan.parallelize is None
         found = self._worker.start()
         found.device_capacity, found.device_free = device.capacity, device.free_bytes()
@@ -222,6 +228,8 @@ class RankServer:
             if method not in self._open_to_all:
                 mode = None if self._worker is None else self._worker.mode
                 self._lease.check(stamp, mode, method)
+            if method not in _CHANGES_NOTHING and self._worker is not None:
+                self._worker.touched()
             serve = self._own.get(method) or getattr(self._of_worker(), method)
             value = serve(*args, **kwargs)
             if isinstance(value, CallResult):
@@ -229,6 +237,18 @@ class RankServer:
             return Ok(value)
         except Exception as error:
             return self._failed(error)
+
+    def serve_packed(self, packed: bytes) -> bytes:
+        """As :meth:`serve`, in one string of bytes each way: ten times cheaper to send than objects are.
+
+        An answer that cannot be pickled is one that says so.
+        """
+        stamp, method, args = pickle.loads(packed)  # noqa: S301 (from the driver of this run)
+        reply = self.serve(stamp, method, args)
+        try:
+            return pickle.dumps(reply, _PROTOCOL)
+        except Exception as error:
+            return pickle.dumps(self._failed(error), _PROTOCOL)
 
     def _failed(self, error: Exception) -> Failed:
         text = "".join(traceback.format_exception(error))

@@ -47,6 +47,10 @@ class Worker:
         )
         self._mode = Mode.RESIDENT
         self._undo: tuple[Mode, Placement] | None = None
+        self.is_private = False
+        """Whether nothing but calls of this object reaches the model, so that between two of them nothing changes."""
+        self._still: tuple[Snapshot, Placement] | None = None
+        """The last look, and the placement that it was found to agree with; None once something may have changed."""
         self._reference: Reference | None = None
         self._buffers_written = False
         self._trainer = Trainer(spec, self.engine, self.forward)
@@ -67,6 +71,10 @@ class Worker:
         self.state_dict = self._keeper.state_dict
         self.weights, self.weight_sizes = self._keeper.weights, self._keeper.weight_sizes
         self.save_checkpoint, self.load_checkpoint = self._keeper.save_checkpoint, self._keeper.load_checkpoint
+
+    def touched(self) -> None:
+        """A call begins after which the model may be another: what was seen of it counts no more."""
+        self._still = None
 
     @property
     def mode(self) -> Mode:
@@ -137,13 +145,17 @@ class Worker:
             DeviceMemoryError, HostMemoryError, IntegrityError, TransitionError: It failed and was rolled back.
             FaultedError: It failed and could not be rolled back.
         """
-        snapshot = self.engine.refresh()
+        still, self._still = self._still, None
+        snapshot = self.engine.refresh() if still is None else still[0]
         self._distrust_buffers(snapshot)
         before = snapshot.placement
         target = self._target(request, snapshot)
         live_dropped = bool(snapshot.live_gradients) and self._drops(snapshot, target)
         try:
-            report = self.engine.move(snapshot, target)
+            if still is not None and still[1] == target:
+                report = MoveReport(before, (), (), 0, ())
+            else:
+                report = self.engine.move(snapshot, target)
         except BaseException:
             if request.stored is not None or request.leaves_library:
                 self.engine.mark_dirty()  # the outer mode stands all the same, and may be one in which anything writes
@@ -152,6 +164,8 @@ class Worker:
         self._after_move(request)
         if live_dropped:
             self._trainer.step = None
+        if self.is_private and not report.moved:
+            self._still = snapshot, target
         return self._moved(before, report, live_dropped=live_dropped)
 
     def _moved(self, before: Placement, report: MoveReport, *, live_dropped: bool) -> TransitionReply:
