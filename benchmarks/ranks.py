@@ -8,19 +8,21 @@ docs/scale.md, fitted from the bare calls of this run.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from harness import interleave, parser, report, show
+from harness import parser, report, show
 from torch import nn
 
 import rl_session as rs
 
-ROUNDS = 50
+ROUNDS = 300
 GOAL = 1.3
 """The most that a transition may cost, as a multiple of the bare call."""
 
@@ -53,25 +55,28 @@ class Counting:
         return self._group.call(method, *args, **kwargs)
 
 
-def transitions(policy: rs.Policy, rounds: int) -> Callable[[], None]:
-    """``rounds`` transitions in which no byte moves: from RESIDENT to TRAINING and back."""
+def time_each(policy: rs.Policy, actors: list[Any], rounds: int) -> dict[str, list[float]]:
+    """Seconds of single calls, taken in turns: a bare one, a transition in which no byte moves, and one after the model was
+    touched, which has to be looked at again.
+    """
+    control = policy._control
+    spent: dict[str, list[float]] = {"bare": [], "transition": [], "after a call": []}
 
-    def run() -> None:
-        for _ in range(rounds // 2):
-            with policy.training_mode():
-                pass
+    def timed(name: str, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        spent[name].append(time.perf_counter() - start)
 
-    return run
-
-
-def bare(actors: list[Any], rounds: int) -> Callable[[], None]:
-    """``rounds`` calls of every actor that do nothing."""
-
-    def run() -> None:
-        for _ in range(rounds):
-            ray.get([actor.nothing.remote() for actor in actors])
-
-    return run
+    for _ in range(rounds):
+        timed("bare", lambda: ray.get([actor.nothing.remote() for actor in actors]))
+        scope = policy.training_mode()
+        timed("transition", scope.__enter__)
+        timed("transition", lambda ending=scope: ending.__exit__(None, None, None))
+        control.ask("sizes")  # any call but a transition
+        scope = policy.training_mode()
+        timed("after a call", scope.__enter__)
+        scope.__exit__(None, None, None)
+    return spent
 
 
 def count_messages(policy: rs.Policy) -> tuple[int, int]:
@@ -88,24 +93,23 @@ def count_messages(policy: rs.Policy) -> tuple[int, int]:
 
 
 def measure(num_ranks: int, options: Any, folder: Path) -> dict[str, Any]:
-    """One row."""
-    rounds = 4 if options.smoke else ROUNDS
+    """One row; of each case the lowest decile, since a neighbour on the machine only ever adds."""
+    rounds = 10 if options.smoke else ROUNDS
     with rs.Session(folder / f"{num_ranks}.jsonl") as session:
         workers = rs.RayWorkers(num_ranks, resources={"CPU": 0.01})
         policy = session.policy(model=Model, optimizer=torch.optim.SGD, workers=workers, device="cpu", base="resident")
-        actors = policy._control.group.actors
-        found = interleave(
-            {"bare": bare(actors, rounds), "transition": transitions(policy, rounds)}, repeats=options.repeats
-        )
+        spent = time_each(policy, policy._control.group.actors, rounds)
         again, messages = count_messages(policy)
-    each = {name: 1e6 * sample.median / rounds for name, sample in found.items()}
+    us = {name: 1e6 * statistics.quantiles(values, n=10)[0] for name, values in spent.items()}
+    medians = {name: statistics.median(values) for name, values in spent.items()}
     return {
         "ranks": num_ranks,
-        "bare call us": each["bare"],
-        "transition us": each["transition"],
-        "x bare": each["transition"] / each["bare"],
+        "bare call us": us["bare"],
+        "transition us": us["transition"],
+        "x bare": us["transition"] / us["bare"],
+        "x bare, medians": medians["transition"] / medians["bare"],
         "goal": GOAL,
-        "spread": max(sample.spread for sample in found.values()),
+        "after a call us": us["after a call"],
         "messages, mode in effect": again,
         "messages, in and out": messages,
     }
@@ -121,7 +125,8 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "fixed us": mean_y - slope * mean_x,
         "per rank us": slope,
-        "scan and records us": sum(row["transition us"] - row["bare call us"] for row in rows) / len(rows),
+        "records us": sum(row["transition us"] - row["bare call us"] for row in rows) / len(rows),
+        "scan us": sum(row["after a call us"] - row["transition us"] for row in rows) / len(rows),
     }
 
 
@@ -135,7 +140,7 @@ def main() -> None:
         rows = [measure(number, options, Path(folder)) for number in options.ranks]
     ray.shutdown()
     constants = fit(rows)
-    show("A transition in which nothing moves", rows, note="medians of interleaved repetitions")
+    show("A transition in which nothing moves", rows, note="lowest decile of calls taken in turns")
     show("Constants of docs/scale.md", [constants])
     report({"ranks": rows, "constants": constants}, options.json)
 

@@ -77,8 +77,11 @@ def disagreement(method: str, replies: Sequence[Reply]) -> bool:
 
 def merge_placements(placements: Iterable[Placement]) -> Placement:
     """Each component at the highest tier that it has on any rank; a rank without bytes of it says nothing."""
+    first, *others = placements
+    if all(placement == first for placement in others):  # ranks are alike, unless something is wrong
+        return first
     highest: dict[str, Tier] = {}
-    for placement in placements:
+    for placement in (first, *others):
         for name, tier in placement.items():
             if name not in highest or tier.height > highest[name].height:
                 highest[name] = tier

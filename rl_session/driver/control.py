@@ -859,7 +859,7 @@ class Control:
         with self.changing():
             self._take_lease_by_force("recover()")
             self.end_step("recover()")
-            origin = self.ranks.recover(path)
+            origin = self.ranks.recover(path, self.run.log_path)
             if self.lease is not None and self.ranks.is_new:
                 self.lease.begin_anew()
             self.fault = None
@@ -920,6 +920,7 @@ class Control:
                     self._transition(Mode.RESIDENT, how, scope_id=None, explicit=up, rests=True)
             if not self._is_built:
                 self.ranks.ask("detach")
+            self.ranks.fetch_records(self.run.log_path)
             self.group.close()
             self.closed = how
             self._record(events.PolicyClosed(reason=how))

@@ -7,9 +7,13 @@ One round of messages where all goes well; a second one only where a rank failed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 from rl_session.audit import events
+from rl_session.audit.naming import find_siblings
 from rl_session.driver import consensus
 from rl_session.errors import FaultedError
 from rl_session.workers.group import SharedGroup, WorkerGroup
@@ -153,9 +157,24 @@ class Ranks:
                 self._lost.add(rank)
                 self._record(events.WorkerLost(rank=rank, cause=reply.cause))
 
+    def fetch_records(self, path: str | PathLike[str] | None) -> None:
+        """Bring the records of ranks on other nodes beside the session's own; what cannot be had is left where it is.
+
+        Args:
+            path: The session's file, or None.
+        """
+        if path is None or not self.group.logs_moves:
+            return
+        folder = Path(path).parent
+        known = [found.name for found in find_siblings(Path(path))]
+        for reply in self.group.call("records", known):
+            for name, content in (reply.value if isinstance(reply, Ok) else {}).items():  # type: ignore[attr-defined]
+                with suppress(OSError):
+                    (folder / name).write_bytes(content)
+
     # -- starting anew -------------------------------------------------------------------------------------------
 
-    def recover(self, path: str | None) -> str:
+    def recover(self, path: str | None, log_path: str | PathLike[str] | None = None) -> str:
         """Make every rank usable again, all of them with the same state; returns where it came from.
 
         Where every rank lives, each gathers what it has. Where some are lost, all are built anew, from a checkpoint or,
@@ -182,6 +201,7 @@ class Ranks:
                 ),
                 "policy.load_checkpoint(path)",
             )
+        self.fetch_records(log_path)
         self._restart()
         if survivor is not None:
             rank, state = survivor

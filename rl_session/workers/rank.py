@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch li
 from torch.distributed.device_mesh import init_device_mesh
 
 from rl_session.audit import AuditLog, events, sibling_path
-from rl_session.audit.naming import rank_source
+from rl_session.audit.naming import find_parts, rank_source
 from rl_session.errors import FaultedError, RLSessionError
 from rl_session.lifecycle import Placement
 from rl_session.offload.device import Device, EmulatedDevice, as_device
@@ -53,13 +53,13 @@ ASIDE = frozenset({"acquire", "release", "connect", "view"})
 """Questions about the lease, which are answered also while the rank computes."""
 
 _OPEN_TO_ALL = ASIDE | frozenset(
-    {"describe", "nothing", "emulated", "close"} | {"placement", "sizes", "memory", "component_names", "has_open_step"}
+    {"describe", "nothing", "emulated", "close", "records"} | {"placement", "sizes", "memory", "component_names", "has_open_step"}
 )
 """What any handle may ask at any time."""
 
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
-_CHANGES_NOTHING = ASIDE | {"transition", "nothing", "describe"}
+_CHANGES_NOTHING = ASIDE | {"transition", "nothing", "describe", "records"}
 """After these the last look at the model still holds."""
 
 
@@ -129,6 +129,7 @@ class RankServer:
             "export_state": self._export_state,
             "restore_state": self._restore_state,
             "close": self.close,
+            "records": self._records,
             "nothing": lambda: None,
             "acquire": self._lease.acquire,
             "release": self._lease.release,
@@ -377,6 +378,14 @@ class RankServer:
             worker.recover(str(Path(folder) / "state"))
         worker.note_checkpoint(state.last_checkpoint)
         worker.restore_reference(state.reference)
+
+    def _records(self, known: Sequence[str]) -> dict[str, bytes]:
+        """The files of this rank's records, by name, without those that ``known`` names: they are where they belong."""
+        path = self._log.path
+        if path is None or path.name in known:
+            return {}
+        parts = [part for _, part in find_parts(path)]
+        return {file.name: file.read_bytes() for file in (*parts, path) if file.exists()}
 
     def _emulated(self, name: str, *args: Any) -> Any:
         """Ask the emulated device of this rank something, or make it fail; for :mod:`rl_session.testing`."""
