@@ -56,8 +56,10 @@ class Counting:
 
 
 def time_each(policy: rs.Policy, actors: list[Any], rounds: int) -> dict[str, list[float]]:
-    """Seconds of single calls, taken in turns: a bare one, a transition in which no byte moves, and one after the model was
-    touched, which has to be looked at again.
+    """Seconds of single calls, taken in turns.
+
+    A bare one, a transition in which no byte moves, and one after a call that may have touched the model, which is looked
+    at again then.
     """
     control = policy._control
     spent: dict[str, list[float]] = {"bare": [], "transition": [], "after a call": []}

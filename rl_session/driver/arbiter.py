@@ -101,6 +101,13 @@ class Arbiter:
         return {"budget": self.budget_of(device), "in_use": device.held_bytes}
 
     @contextmanager
+    def steady(self, device: Device) -> Iterator[int | None]:
+        """A block in which nobody else takes room; yields what is free of the budget of ``device`` (None: no limit)."""
+        with self._lock:
+            budget = self.budget_of(device)
+            yield None if budget is None else budget - device.held_bytes
+
+    @contextmanager
     def admit(self, seat: Seat, mode: Mode, ask: Callable[[], Wish], reason: str) -> Iterator[tuple[str, ...]]:
         """Make room, and keep it until the block has used it.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import attrs
+
 from rl_session.errors import DeviceMemoryError, FaultedError, RLSessionError, TransitionError, WorkerError, WorldError
 from rl_session.lifecycle import Placement, Tier
 from rl_session.offload.reports import Notice
@@ -22,6 +24,7 @@ from rl_session.workers.replies import (
     Lost,
     Ok,
     Reply,
+    Room,
     TransitionReply,
 )
 
@@ -30,6 +33,7 @@ __all__ = [
     "call_error",
     "disagreement",
     "has_dropped_live_gradients",
+    "is_short",
     "is_unanimous",
     "merge_calls",
     "merge_starts",
@@ -37,6 +41,7 @@ __all__ = [
     "tells_all_changes",
     "to_put_back",
     "transition_error",
+    "with_more",
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -55,9 +60,16 @@ def is_unanimous(replies: Sequence[Reply]) -> bool:
 
 def to_put_back(replies: Sequence[Reply]) -> tuple[int, ...]:
     """The ranks that made a transition which another one did not make."""
-    if is_unanimous(replies):
+    if is_unanimous(replies) and not is_short(replies):
         return ()
-    return tuple(rank for rank, reply in enumerate(replies) if isinstance(reply, Ok))
+    return tuple(
+        rank for rank, reply in enumerate(replies) if isinstance(reply, Ok) and not isinstance(reply.value, Room)
+    )
+
+
+def is_short(replies: Sequence[Reply]) -> int:
+    """How many ranks said what room they need instead of moving."""
+    return sum(isinstance(reply, Ok) and isinstance(reply.value, Room) for reply in replies)
 
 
 def has_dropped_live_gradients(replies: Sequence[Reply]) -> bool:
@@ -104,6 +116,14 @@ def merge_transitions(replies: Sequence[TransitionReply]) -> TransitionReply:
         host_bytes=max(reply.host_bytes for reply in replies),
         notices=_merge_notices(notice for reply in replies for notice in reply.notices),
     )
+
+
+def with_more(reply: TransitionReply, extra: Sequence[TransitionReply]) -> TransitionReply:
+    """A transition, and what moved there and back before it."""
+    if not extra:
+        return reply
+    moved, seconds = _merge_moves([*extra, reply])
+    return attrs.evolve(reply, moved=moved, seconds=seconds)
 
 
 def _merge_moves(replies: Sequence[TransitionReply]) -> tuple[tuple[Moved, ...], tuple[float, ...]]:
@@ -364,6 +384,8 @@ def _outcome(reply: Reply) -> tuple[str, Placement | None]:
         return f"lost: {reply.cause}", None
     if isinstance(reply, Failed):
         return _first_line(reply.error), reply.placement
+    if isinstance(reply.value, Room):
+        return "had no room and did not move", None
     placement = getattr(reply.value, "placement", None)
     return "ok", placement if isinstance(placement, Placement) else None
 

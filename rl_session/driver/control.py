@@ -583,9 +583,7 @@ class Control:
         )
         self._moving = reason
         try:
-            with self.run.arbiter.admit(self, mode, lambda: self._room_for(request), reason) as own:
-                request.evict = own
-                reply = self.ranks.transition(request, reason)
+            reply = self._move_within(request, reason) or self._move(request, mode, reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
             if self.lease is not None:
@@ -605,6 +603,18 @@ class Control:
         if reply.live_dropped and self.step is not None:
             self.end_step("its gradients were discarded by a transition")
         return reply
+
+    def _move_within(self, request: TransitionRequest, reason: str) -> TransitionReply | None:
+        """Ask ranks elsewhere to move if the room that there is suffices; None where it has to be made first."""
+        if not self.group.logs_moves:
+            return None
+        with self.run.arbiter.steady(self.device) as headroom:
+            return self.ranks.transition_within(request, headroom, reason)
+
+    def _move(self, request: TransitionRequest, mode: Mode, reason: str) -> TransitionReply:
+        with self.run.arbiter.admit(self, mode, lambda: self._room_for(request), reason) as own:
+            request.evict = own
+            return self.ranks.transition(request, reason)
 
     # -- room on a shared device ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from rl_session.audit import events
 from rl_session.audit.naming import find_siblings
 from rl_session.driver import consensus
-from rl_session.errors import FaultedError
+from rl_session.errors import FaultedError, RLSessionError
 from rl_session.workers.group import SharedGroup, WorkerGroup
 from rl_session.workers.replies import (
     CallResult,
@@ -57,6 +57,8 @@ class Ranks:
         self._record = record
         self.is_new = False
         """Whether the last recovery built them anew."""
+        self._extra: list[TransitionReply] = []
+        """Moves of the transition under way that were taken back."""
         self._lost: set[int] = set()
         self._set_up: list[tuple[str, tuple[Any, ...]]] = []
         """Calls that a rank that is built anew has to be told again."""
@@ -79,20 +81,51 @@ class Ranks:
             RLSessionError: A rank did not; every other one was put back, and the error lists them all.
             FaultedError: A rank is lost, or could not be put back.
         """
+        extra, self._extra = self._extra, []
+        reply = self._agreed(self.group.call("transition", request), reason)
+        return consensus.with_more(reply, extra)
+
+    def transition_within(
+        self, request: TransitionRequest, headroom: int | None, reason: str
+    ) -> TransitionReply | None:
+        """As :meth:`transition`, where it takes no more than ``headroom`` on any rank; else None, and nothing has moved.
+
+        Asking the ranks first what they need would be a round of messages of its own.
+        """
+        request.headroom = headroom
         replies = self.group.call("transition", request)
-        if consensus.is_unanimous(replies):
+        request.headroom = None
+        if not consensus.is_short(replies):
+            return self._agreed(replies, reason)
+        ahead = consensus.to_put_back(replies)
+        if len(ahead) + consensus.is_short(replies) < len(replies):
+            return self._agreed(replies, reason)  # another one failed: that is the error
+        if ahead:
+            undone = self._some.call_on(ahead, "undo")
+            if not consensus.is_unanimous(list(undone.values())):
+                raise self._disagreed(replies, undone, reason)
+            # Moved there and back: the log of those ranks has it, so the sums must.
+            self._extra = [r.value for r in (*(replies[k] for k in ahead), *undone.values()) if isinstance(r, Ok)]  # type: ignore[misc]
+        return None
+
+    def _agreed(self, replies: list[Reply], reason: str) -> TransitionReply:
+        if consensus.is_unanimous(replies) and not consensus.is_short(replies):
             return consensus.merge_transitions([cast("Ok", reply).value for reply in replies])  # type: ignore[misc]
         if len(replies) == 1 and isinstance(replies[0], Failed):
             raise error_of(replies[0])
         ahead = consensus.to_put_back(replies)
         undone = self._some.call_on(ahead, "undo") if ahead else {}
+        raise self._disagreed(replies, undone, reason)
+
+    def _disagreed(self, replies: list[Reply], undone: dict[int, Reply], reason: str) -> RLSessionError:
+        """The error of a transition that some rank did not make, after the others were put back."""
         self._note_lost([*enumerate(replies), *undone.items()])
         error = consensus.transition_error(f"{self.label}: {reason}", replies, undone, self._explain()[1])
         if consensus.has_dropped_live_gradients(replies):
             # A part of an open step is gone for good, as the user allowed: no rank may go on with the rest of it.
             self._some.call_on([r for r in range(len(replies)) if r not in self._lost], "end_step")
             error.rl_step_ended = True  # type: ignore[attr-defined]
-        raise error
+        return error
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> CallResult:
         """Make a compute or state call on every rank.

@@ -40,6 +40,7 @@ from rl_session.workers.replies import (
     Failed,
     Ok,
     Reply,
+    Room,
     Stamp,
     TransitionReply,
     TransitionRequest,
@@ -53,7 +54,8 @@ ASIDE = frozenset({"acquire", "release", "connect", "view"})
 """Questions about the lease, which are answered also while the rank computes."""
 
 _OPEN_TO_ALL = ASIDE | frozenset(
-    {"describe", "nothing", "emulated", "close", "records"} | {"placement", "sizes", "memory", "component_names", "has_open_step"}
+    {"describe", "nothing", "emulated", "close", "records"}
+    | {"placement", "sizes", "memory", "component_names", "has_open_step"}
 )
 """What any handle may ask at any time."""
 
@@ -283,13 +285,15 @@ class RankServer:
 
     # -- calls of its own ----------------------------------------------------------------------------------------
 
-    def _transition(self, request: TransitionRequest) -> TransitionReply:
+    def _transition(self, request: TransitionRequest) -> TransitionReply | Room:
         worker = self._of_worker()
         try:
             reply = worker.transition(request)
         except Exception as error:
             self._report(request, "failed", self.placement(), error)
             raise
+        if isinstance(reply, Room):
+            return reply
         self._asked = request
         self._tell(request, reply)
         self._report(request, "ok", reply.placement, None)

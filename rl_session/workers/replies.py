@@ -87,6 +87,8 @@ class TransitionRequest:
         explicit: A placement no mode names (the shim's); it wins over everything.
         evict: Components that must leave in the same move, to make room for the rest.
         leaves_library: Whether the caller is outside every scope afterwards, where anything may write.
+        headroom: The most device memory that it may take, gradients to come included; a rank that needs more says how much
+            (:class:`Room`) and moves nothing. None where room was made before.
         transition_id: Its number in the log; ranks that write records of their own put it on them.
         scope_id: The scope it belongs to, for the same.
         step: The session's step number, for the same.
@@ -98,6 +100,7 @@ class TransitionRequest:
     explicit: Placement | None = None
     evict: tuple[str, ...] = ()
     leaves_library: bool = False
+    headroom: int | None = None
     transition_id: int | None = None
     scope_id: int | None = None
     step: int | None = None
@@ -142,6 +145,11 @@ class Room:
     onload: int
     freed: int
     reserve: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.onload - self.freed + self.reserve
 
 
 @attrs.define(slots=False)

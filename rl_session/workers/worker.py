@@ -137,8 +137,8 @@ class Worker:
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
-    def transition(self, request: TransitionRequest) -> TransitionReply:
-        """Bring every component to where ``request.mode`` wants it, all or nothing.
+    def transition(self, request: TransitionRequest) -> TransitionReply | Room:
+        """Bring every component to where ``request.mode`` wants it, all or nothing; or say what room that would take.
 
         Raises:
             OpenStepError: It would drop or move live gradients, and ``live_gradients`` is "refuse".
@@ -150,6 +150,10 @@ class Worker:
         self._distrust_buffers(snapshot)
         before = snapshot.placement
         target = self._target(request, snapshot)
+        if request.headroom is not None and (still is None or still[1] != target):
+            room = self._room(snapshot, target, request)
+            if room.nbytes > request.headroom:
+                return room
         live_dropped = bool(snapshot.live_gradients) and self._drops(snapshot, target)
         try:
             if still is not None and still[1] == target:
@@ -260,7 +264,10 @@ class Worker:
             OpenStepError: As :meth:`transition`.
         """
         snapshot = self.engine.refresh()
-        todo = self.engine.plan(snapshot, self._target(request, snapshot))
+        return self._room(snapshot, self._target(request, snapshot), request)
+
+    def _room(self, snapshot: Snapshot, target: Placement, request: TransitionRequest) -> Room:
+        todo = self.engine.plan(snapshot, target)
         reserve = self._trainer.expected_bytes() if request.mode is Mode.TRAINING else 0
         return Room(onload=todo.nbytes_onload, freed=todo.nbytes_freed, reserve=reserve)
 

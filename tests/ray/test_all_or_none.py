@@ -13,7 +13,9 @@ import torch
 from rank_rig import Rig
 
 import rl_session as rs
+from rl_session.audit.forward import to_callable
 from rl_session.testing import FakeWorkers, rank_device
+from rl_session.workers.replies import TransitionRequest
 
 HOST = {"params": "host", "buffers": "host", "grads": "none", "optimizer": "host"}
 DEVICE = {"params": "device", "buffers": "device", "grads": "none", "optimizer": "device"}
@@ -367,3 +369,54 @@ def test_policies_that_share_ranks_share_their_budget(make: MakeRig) -> None:
     one.session._run.arbiter.budget = nbytes + 10
     with two.logprob_mode():
         assert one.counters("resident_bytes")[0] < nbytes  # it had to make room
+
+
+def test_a_budget_costs_no_round_while_there_is_room(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2), capacity=100_000)
+    rig.fake.calls.clear()
+    with rig.policy.training_mode():
+        pass
+    assert [method for method, _ in rig.fake.calls] == ["transition", "transition"]
+
+
+def test_no_room_in_the_budget_moves_nothing_and_names_who_holds_it(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2), capacity=100_000)
+    rig.session._run.arbiter.budget = 100
+    before = rig.counters("num_copies")
+    with pytest.raises(rs.DeviceMemoryError, match="no room on the device"), rig.policy.training_mode():
+        pass
+    assert rig.seen() == [HOST] * 2
+    assert rig.counters("num_copies") == before
+    rig.session._run.arbiter.budget = None
+    with rig.policy.training_mode():
+        assert rig.seen() == [DEVICE] * 2
+
+
+def test_ranks_that_need_different_room_move_together_in_the_end(make: MakeRig) -> None:
+    records: list[dict[str, Any]] = []
+    session = rs.Session(release="lazy", verify="checksum", audit_processors=[to_callable(records.append)])
+    rig = make(FakeWorkers(2), session=session)
+    rig.policy.offload()
+    with rig.policy.logprob_mode():  # lazy: the weights stay on the device
+        pass
+    rig.fake.call_on([1], "transition", _offloaded())  # one rank is not where the driver takes it to be
+    held = rig.counters("held_bytes")
+    assert held[0] > held[1] == 0
+    first, second = (reply.value.nbytes for reply in rig.fake.call("room", _training()))
+    assert first < second
+    session._run.arbiter.budget = held[0] + second - 1  # enough for the first, and not for the second
+    copied = sum(rig.counters("bytes_in")) + sum(rig.counters("bytes_out"))
+    rig.fake.calls.clear()
+    with rig.policy.training_mode():
+        assert [method for method, _ in rig.fake.calls][:2] == ["transition", "undo"]
+        assert rig.seen() == [DEVICE] * 2
+        copied = sum(rig.counters("bytes_in")) + sum(rig.counters("bytes_out")) - copied
+        assert [r["bytes_moved"] for r in records if r["event"] == "transition.committed"][-1] == copied
+
+
+def _training() -> Any:
+    return TransitionRequest(mode=rs.Mode.TRAINING, flags=rs.OffloadConfig().flags(release="lazy"))
+
+
+def _offloaded() -> Any:
+    return TransitionRequest(mode=rs.Mode.OFFLOADED, flags=rs.OffloadConfig().flags(release="eager"))
