@@ -213,6 +213,8 @@ class _Checker:
         self._host_budget: int | None = None
         self._ranks: dict[str, int] = {}
         self._lost: set[tuple[str | None, int]] = set()
+        # Policies whose ranks were asked to move: only then have they something to say.
+        self._asked: set[str | None] = set()
         # Ranks of which there is a record, by policy.
         self._heard: set[tuple[str | None, int | None]] = set()
         self._record: _Dict = {}
@@ -257,6 +259,7 @@ class _Checker:
             event = record["event"]
             if name[0] == "r" and record["policy"] is not None:
                 self._heard.add((record["policy"], rank_of(name)))
+                self._asked.add(record["policy"])
             if not self._fits(event, record):
                 continue
             rule = rules.get(event)
@@ -359,6 +362,7 @@ class _Checker:
             self._say("nesting", f"a {record['mode']} scope inside a {scopes[-1].mode} scope")
 
     def _transition_started(self, record: _Dict) -> None:
+        self._asked.add(record["policy"])
         key = (record["policy"], record["transition_id"])
         if key not in self._moves:  # a rank's clock may be ahead
             self._moves[key] = _Moves()
@@ -467,7 +471,7 @@ class _Checker:
         left += [
             Unfinished(kind="source", name=f"rank:{rank}", policy=policy)
             for policy, num_ranks in self._ranks.items()
-            if num_ranks > 1
+            if num_ranks > 1 and policy in self._asked
             for rank in range(num_ranks)
             if (policy, rank) not in self._heard and (policy, rank) not in self._lost
         ]
