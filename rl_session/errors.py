@@ -10,8 +10,9 @@ r"""Every error this library raises, in one tree, with a short stable code each.
         OpenStepError        RLS106        gradients nobody consumed yet are in the way
         StepClosedError      RLS107        the train step was committed or aborted before
         OffloadedAccessError RLS108        a tensor was touched while its bytes are on the host
-        ClosedError          RLS109        the policy or session was closed
-        StaleHandleError     RLS111        (OwnershipError) another process changed the policy meanwhile
+        ClosedError          RLS109        the policy, engine or session was closed
+        StaleWeightsError    RLS111        an engine has no weights that it may serve
+        StaleHandleError     RLS112        (OwnershipError) another process changed the policy meanwhile
       ArgumentError (ValueError)           what was passed in was wrong, nothing was changed
         ConfigError          RLS201
         BatchError           RLS202
@@ -66,6 +67,7 @@ __all__ = [
     "ScopeOrderError",
     "ScopeReuseError",
     "StaleHandleError",
+    "StaleWeightsError",
     "StepClosedError",
     "TransitionError",
     "UnsupportedError",
@@ -150,7 +152,7 @@ class OwnershipError(UsageError):
 class StaleHandleError(OwnershipError):
     """Another process has changed the policy since this handle last looked; it looked again, and still may not."""
 
-    code = "RLS111"
+    code = "RLS112"
 
 
 class OpenStepError(UsageError):
@@ -175,6 +177,12 @@ class ClosedError(UsageError):
     """The policy, engine or session was closed or detached."""
 
     code = "RLS109"
+
+
+class StaleWeightsError(UsageError):
+    """A generation engine was asked to serve weights that were discarded, or pushed only in part."""
+
+    code = "RLS111"
 
 
 class ArgumentError(RLSessionError, ValueError):

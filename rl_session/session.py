@@ -11,20 +11,24 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from structlog.typing import Processor
 from torch import Tensor, nn
 
 from rl_session.audit import AuditLog, events
-from rl_session.config import OffloadConfig, Verify, check_budget, check_choice
+from rl_session.config import OffloadConfig, Verify, check_budget, check_choice, check_seconds
 from rl_session.driver import consensus
 from rl_session.driver.control import Control
 from rl_session.driver.lease import LeaseClient
 from rl_session.driver.remote_device import RemoteDevice
 from rl_session.driver.run import Run, error_text
+from rl_session.engine_registry import EngineRegistry
+from rl_session.engines import EngineHandle
 from rl_session.errors import ClosedError, ConfigError, RLSessionError
+from rl_session.generation.in_process import InProcessEngine
+from rl_session.generation.protocol import GenerationEngine
 from rl_session.lifecycle import Mode, Release
 from rl_session.offload.device import Device, as_device
 from rl_session.offload.host_pool import HostPool
@@ -52,8 +56,8 @@ class Session:
         host_budget: The most bytes of host memory all participants together may hold; None for no limit.
         release: When bytes leave the device: "eager" (default), "lazy" or "never".
         verify: "checksum" compares contents at every move; "off" by default.
-        timeout_seconds: How long a call to workers in other processes may take, unless they say otherwise; a rank past it is
-            killed, and the policy is faulted.
+        timeout_seconds: How long to wait for somebody else: an engine with requests in flight, or workers in other processes
+            that say nothing else themselves; a rank past it is killed, and the policy is faulted.
         audit_processors: structlog processors that each record passes through; ``rl_session.audit.forward`` makes some that hand
             it on to a structlog logger, to standard logging or to any callable.
         audit_rotate_nbytes: Begin a new part of the log when it has this many bytes; readers find the parts.
@@ -81,7 +85,7 @@ class Session:
             check_choice("Session", "verify", verify, ("off", "checksum"))
         check_budget("Session", "device_budget", device_budget)
         check_budget("Session", "host_budget", host_budget)
-        self._timeout_seconds = timeout_seconds
+        check_seconds("Session", "timeout_seconds", timeout_seconds)
         self._rotate_nbytes = audit_rotate_nbytes
         self._has_ranks = False
         self._sites: dict[int, tuple[object, RemoteDevice]] = {}
@@ -92,7 +96,15 @@ class Session:
         self._devices: dict[str, Device] = {}
         log = AuditLog(audit_path, processors=audit_processors, rotate_nbytes=audit_rotate_nbytes)
         pool = HostPool(host_budget, self._warn)
-        self._run = Run(log, pool, release=release or "eager", verify=verify or "off", device_budget=device_budget)
+        self._run = Run(
+            log,
+            pool,
+            release=release or "eager",
+            verify=verify or "off",
+            device_budget=device_budget,
+            timeout_seconds=timeout_seconds,
+        )
+        self._engines = EngineRegistry(self._run, lambda device: self._device(device, torch.device("cpu")))
         log.write(
             events.SessionOpened(
                 device_budget=device_budget,
@@ -206,7 +218,7 @@ class Session:
         plan.parallelize = workers.parallelize
         plan.seed = torch.initial_seed() % 2**63
         plan.audit = self._audit_target(name)
-        group, replies = workers.start(plan, self._timeout_seconds)
+        group, replies = workers.start(plan, self._run.timeout_seconds)
         try:
             first = consensus.merge_starts(label, replies)
             where = self._remote_device(workers.site(), first)
@@ -306,7 +318,7 @@ class Session:
 
     def _admit(self, kind: type[M], control: Control, where: Device) -> M:
         participant = kind(control, where, self._forget)
-        self._run.arbiter.join(control)
+        self._run.arbiter.join(control.seat)
         self._participants.append(participant)
         return participant
 
@@ -320,7 +332,7 @@ class Session:
     def _forget(self, participant: TrainableModel) -> None:
         if participant in self._participants:
             self._participants.remove(participant)
-            self._run.arbiter.part(participant._control)  # noqa: SLF001 (the session made it)
+            self._run.arbiter.part(participant._control.seat)  # noqa: SLF001 (the session made it)
             participant.device.hold(participant.name, 0)
         if self._is_implicit and not self._participants:
             self.close()
@@ -328,6 +340,74 @@ class Session:
     def _check_open(self, attempted: str) -> None:
         if self._closed:
             raise ClosedError(f"session: {attempted} after close()", (), "with rs.Session(...) as session: ...")
+
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    @overload
+    def engine(self, name: str) -> Any: ...
+
+    @overload
+    def engine(self, name: str, engine: InProcessEngine) -> InProcessEngine: ...
+
+    @overload
+    def engine(
+        self,
+        name: str,
+        engine: GenerationEngine,
+        *,
+        device: Device | torch.device | str | None = ...,
+        release: Release | None = ...,
+        sleep_level: int = ...,
+        bytes_needed: Mapping[str, int] | None = ...,
+        drain_timeout_seconds: float | None = ...,
+        on_busy: Literal["drain", "refuse"] = ...,
+    ) -> EngineHandle: ...
+
+    def engine(
+        self,
+        name: str,
+        engine: GenerationEngine | InProcessEngine | None = None,
+        *,
+        device: Device | torch.device | str | None = None,
+        release: Release | None = None,
+        sleep_level: int = 1,
+        bytes_needed: Mapping[str, int] | None = None,
+        drain_timeout_seconds: float | None = None,
+        on_busy: Literal["drain", "refuse"] = "drain",
+    ) -> EngineHandle | InProcessEngine:
+        """Take a generation engine into the session, or give back the one of that name.
+
+        Args:
+            name: In messages and in the log.
+            engine: Anything with the methods of :class:`GenerationEngine`; an in-process engine is given back as it is. None
+                for the one that was taken in by that name.
+            device: The device it shares with participants. None: the engine's own ``device``, if it has that attribute;
+                without either it has devices of its own, which nobody has to make room on.
+            release: "eager" puts it to sleep when its scope ends, "lazy" when the room is needed, "never" at no time. None
+                inherits from the session; an engine with devices of its own is "never" put to sleep.
+            sleep_level: 1 keeps the weights on the host while it sleeps; 2 discards them, and a refit must follow.
+            bytes_needed: Bytes of device memory of each tag, instead of asking the engine.
+            drain_timeout_seconds: How long a sleep waits for requests in flight; ``timeout_seconds`` by default.
+            on_busy: Whether it waits at all ("drain"), or fails at once ("refuse").
+
+        Raises:
+            ConfigError: The name is taken or unknown, a value is not one of its choices, or the object is no engine.
+            EngineError: It cannot say how many bytes it takes.
+            ClosedError: The session was closed.
+        """
+        self._check_open(f"engine({name!r})")
+        if engine is None:
+            return self._engines.get(name)
+        return self._engines.take_in(
+            name,
+            engine,
+            device=device,
+            release=release,
+            sleep_level=sleep_level,
+            sizes=bytes_needed,
+            drain_timeout_seconds=drain_timeout_seconds,
+            on_busy=on_busy,
+        )
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -362,19 +442,20 @@ class Session:
         """
         self._check_open(f"make_room({nbytes})")
         check_budget("make_room", "nbytes", nbytes)
-        devices = (
-            [device] if device is not None else list({id(p.device): p.device for p in self._participants}.values())
-        )
-        for each in devices:
+        for each in [device] if device is not None else self._all_devices():
             self._run.arbiter.make_room(each, nbytes)
+
+    def _all_devices(self) -> list[Device]:
+        found = [p.device for p in self._participants] + [e.device for e in self._run.engines]
+        return list({id(device): device for device in found if device is not None}.values())
 
     def memory(self) -> dict[str, Any]:
         """Who holds what, where.
 
         Returns:
             ``participants``: name to what :meth:`Policy.memory` gives, and ``releasable``: component to bytes that may be
-            evicted; ``devices``: a list of ``budget`` (None: no limit) and ``in_use``; ``host_in_use`` and
-            ``host_held`` of the shared pool.
+            evicted; ``engines``: name to what :meth:`EngineHandle.memory` gives; ``devices``: a list of ``budget`` (None: no
+            limit) and ``in_use``, awake engines included; ``host_in_use`` and ``host_held`` of the shared pool.
 
         Raises:
             ClosedError: The session was closed.
@@ -382,24 +463,22 @@ class Session:
         self._check_open("memory()")
         participants = {}
         for participant in self._participants:
-            held = participant._control.holdings()  # noqa: SLF001
+            held = participant._control.seat.holdings()  # noqa: SLF001
             releasable = {h.component: h.nbytes for h in held if h.releasable}
             participants[participant.name] = {**participant.memory(), "releasable": releasable}
         return {
             "participants": participants,
-            "devices": [
-                {"device": repr(device), **self._run.arbiter.usage(device)}
-                for device in {id(p.device): p.device for p in self._participants}.values()
-            ],
+            "engines": {handle.name: handle.memory() for handle in self._engines.handles},
+            "devices": [{"device": repr(device), **self._run.arbiter.usage(device)} for device in self._all_devices()],
             "host_in_use": self._run.pool.in_use_bytes,
             "host_held": self._run.pool.held_bytes,
         }
 
     def close(self) -> None:
-        """Close every participant, last attached first, and the log. Goes on after an error and raises the first.
+        """Close every engine, then every participant, last come first, and the log. Goes on after an error and raises the first.
 
         Raises:
-            RLSessionError: A participant could not be closed; the others are.
+            RLSessionError: An engine or a participant could not be closed; the others are.
         """
         self._close(None)
 
@@ -408,9 +487,11 @@ class Session:
             return
         self._closed = True
         failures: list[RLSessionError] = []
-        for participant in reversed(list(self._participants)):
+        # Engines first: asleep they leave room for models that are given back on the device.
+        closing: list[EngineHandle | TrainableModel] = [*reversed(self._engines.handles), *reversed(self._participants)]
+        for closable in closing:
             try:
-                participant.close()
+                closable.close()
             except RLSessionError as error:
                 failures.append(error)
         self._run.pool.trim()

@@ -29,6 +29,7 @@ class PolicyState:
 
     Attributes:
         mode: The mode in effect.
+        row: The row of the mode table in effect.
         resting_mode: The mode outside every scope.
         resting: The placement there.
         explicit: A placement that no mode names, in which it rests.
@@ -41,6 +42,7 @@ class PolicyState:
     """
 
     mode: Mode
+    row: Mode
     resting_mode: Mode
     resting: Placement
     explicit: Placement | None = None
