@@ -664,7 +664,6 @@ class Control:
             raise
         finally:
             self._moving = ""
-        self.run.freshness.moved(reply, self.row, row, rests=rests)
         self.mode, self.row = mode, row
         self.device.hold(self.name, reply.device_bytes)
         self._pending_release = False
@@ -750,7 +749,6 @@ class Control:
                 self._retry_release(f"{method}()")
             self.check_mode(gate)
             self.last_used = self.run.arbiter.tick()
-            self.run.freshness.called(method)
             mode, start = self.mode, time.perf_counter()
             try:
                 result = self.ranks.call(method, *args, **kwargs)
@@ -903,7 +901,6 @@ class Control:
         with self.changing():
             self._take_lease_by_force("recover()")
             self.end_step("recover()")
-            self.run.freshness.called("recover")
             origin = self.ranks.recover(path, self.run.log_path)
             if self.lease is not None and self.ranks.is_new:
                 self.lease.begin_anew()

@@ -15,7 +15,6 @@ from rl_session.audit import AuditLog
 from rl_session.audit.events import Event
 from rl_session.config import Verify
 from rl_session.driver.arbiter import Arbiter
-from rl_session.driver.freshness import Freshness
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
@@ -56,7 +55,6 @@ class Run:
         self.timeout_seconds = timeout_seconds
         self.engines: list[EngineControl] = []
         """The external engines of the run."""
-        self.freshness = Freshness()
         self.step: int | None = None
         self.lock = threading.RLock()
         self.log_path: str | PathLike[str] | None = log.path

@@ -132,6 +132,7 @@ class RankServer:
             "restore_state": self._restore_state,
             "close": self.close,
             "records": self._records,
+            "weights_epoch": self._weights_epoch,
             "nothing": lambda: None,
             "acquire": self._lease.acquire,
             "release": self._lease.release,
@@ -348,6 +349,10 @@ class RankServer:
         """Copies on the CPU of the named weights, from the first rank alone: they have a process boundary to cross."""
         found = self._of_worker().weights(names)
         return {name: value.detach().to("cpu", copy=True) for name, value in found.items()} if self.rank == 0 else {}
+
+    def _weights_epoch(self) -> int:
+        """As the worker's; a rank that was built anew never gives a number of the one before."""
+        return (self._restarts << 48) + self._of_worker().weights_epoch()
 
     def _save_checkpoint(self, path: str) -> CallResult:
         """Write a checkpoint; of replicas the first one does, and the others take note of it."""

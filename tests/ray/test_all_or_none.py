@@ -420,3 +420,14 @@ def _training() -> Any:
 
 def _offloaded() -> Any:
     return TransitionRequest(mode=rs.Mode.OFFLOADED, flags=rs.OffloadConfig().flags(release="eager"))
+
+
+def test_a_push_is_not_spared_because_a_new_rank_counts_from_the_start(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2))
+    before = rig.policy._control.ask_all("weights_epoch")
+    rig.fake.script(1, "transition", "lost")
+    with pytest.raises(rs.FaultedError), rig.policy.training_mode():
+        pass
+    rig.policy.recover()
+    after = rig.policy._control.ask_all("weights_epoch")
+    assert all(new > old for new, old in zip(after, before, strict=True))
