@@ -45,11 +45,13 @@ if TYPE_CHECKING:
         ScopeError,
         ScopeOrderError,
         ScopeReuseError,
+        StaleHandleError,
         StaleWeightsError,
         StepClosedError,
         TransitionError,
         UnsupportedError,
         UsageError,
+        WorkerError,
         WorldError,
     )
     from rl_session.generation import GenerationEngine, InProcessEngine, VLLMEngine
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from rl_session.policy import Policy, ValueModel
     from rl_session.scope import Scope, Step
     from rl_session.session import Session, attach
+    from rl_session.workers.launch import LocalWorkers, RayWorkers
 
 _HOMES = {
     "rl_session.audit": ("read_audit",),
@@ -69,6 +72,7 @@ _HOMES = {
     "rl_session.policy": ("Policy", "ValueModel"),
     "rl_session.scope": ("Scope", "Step"),
     "rl_session.session": ("Session", "attach"),
+    "rl_session.workers.launch": ("LocalWorkers", "RayWorkers"),
 }
 
 __all__ = [
@@ -88,6 +92,7 @@ __all__ = [
     "HostMemoryError",
     "InProcessEngine",
     "IntegrityError",
+    "LocalWorkers",
     "Mode",
     "ModeError",
     "NestingError",
@@ -101,11 +106,13 @@ __all__ = [
     "Placement",
     "Policy",
     "RLSessionError",
+    "RayWorkers",
     "Scope",
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
     "Session",
+    "StaleHandleError",
     "StaleWeightsError",
     "Step",
     "StepClosedError",
@@ -115,6 +122,7 @@ __all__ = [
     "UsageError",
     "VLLMEngine",
     "ValueModel",
+    "WorkerError",
     "WorldError",
     "attach",
     "max",

@@ -61,6 +61,11 @@ class Device(ABC):
 
     is_told = False
     wants_pinned = False
+    capacity: int | None = None
+    """The most bytes it holds, where that is fixed from the start."""
+
+    def hold(self, policy: str, nbytes: int) -> None:  # noqa: B027 (a device in this process knows by itself)
+        """Take note of what a policy has on it, where that is known only by what its ranks report."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

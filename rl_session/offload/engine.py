@@ -372,6 +372,12 @@ class Engine:
             self.ledger.forget(unit)
         self.ledger.close()
 
+    def abandon(self) -> None:
+        """Forget every tensor where it is, and give the host buffers back; what is away then cannot be read any more."""
+        for unit in self.ledger.own_units():
+            self.ledger.forget(unit)
+        self.ledger.close()
+
     def _rehome_on_host(self, snapshot: Snapshot) -> None:
         for unit in snapshot.units.values():
             if unit.tier is Tier.DEVICE or unit.storage is None or unit.storage.nbytes() > 0:
