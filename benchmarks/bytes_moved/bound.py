@@ -7,8 +7,8 @@ again). Copying in costs a component's bytes; leaving costs them if it is dirty 
 the device counts against the capacity.
 
 :func:`whole` moves whole components and is exact: a shortest path over every state that a schedule might want to be in, and the
-cheapest cycle among steps, with a certificate that there is no cheaper. :func:`fractional` lets any part of a component stay, which is
-a bound for schedules that evict storage by storage, and is exact too: a linear program in rational numbers.
+cheapest cycle among steps, with a certificate that there is no cheaper. :func:`fractional` lets any part of a component stay,
+which is a bound for schedules that evict storage by storage, and is exact too: a linear program in rational numbers.
 """
 
 from __future__ import annotations
@@ -250,8 +250,9 @@ class _Gap(NamedTuple):
 def fractional(nbytes: Mapping[str, int], phases: Sequence[Phase], capacity: int) -> Fraction:
     """The least a step can copy when any part of a component may stay while the rest is away.
 
-    A gap in which ``x`` bytes of a component are away costs ``x`` to bring them back. Bytes that were written cost once more to leave, the
-    first time since they were written. Averaging over many steps keeps these constraints, so no schedule does better, of whatever period.
+    A gap in which ``x`` bytes of a component are away costs ``x`` to bring them back. Bytes that were written cost once more to
+    leave, the first time since they were written. Averaging over many steps keeps these constraints, so no schedule does better,
+    of whatever period.
 
     Raises:
         InfeasibleError: A phase does not fit by itself.
@@ -305,6 +306,8 @@ def _minimise(costs: Sequence[int], rows: Sequence[tuple[Mapping[int, int], int]
     while True:
         leaving = min((i for i in range(len(rows)) if right[i] < 0), key=lambda i: basis[i], default=None)
         if leaving is None:
+            solution = dict(zip(basis, right, strict=True))
+            _check_optimal(costs, rows, [solution.get(j, Fraction(0)) for j in range(num)], reduced[num:], value)
             return value
         row = table[leaving]
         candidates = [j for j in range(num + len(rows)) if row[j] < 0]
@@ -323,3 +326,21 @@ def _minimise(costs: Sequence[int], rows: Sequence[tuple[Mapping[int, int], int]
         reduced = [a - factor * b for a, b in zip(reduced, row, strict=True)]
         value += factor * right[leaving]
         basis[leaving] = entering
+
+
+def _check_optimal(
+    costs: Sequence[int],
+    rows: Sequence[tuple[Mapping[int, int], int]],
+    x: Sequence[Fraction],
+    prices: Sequence[Fraction],
+    value: Fraction,
+) -> None:
+    """Weak duality: a solution and prices, both allowed, that come to the same value prove each other best."""
+    assert all(each >= 0 for each in (*x, *prices))
+    assert all(sum(row[j] * x[j] for j in row) >= bound for row, bound in rows)
+    earned = [
+        sum(price * row.get(j, 0) for price, (row, _) in zip(prices, rows, strict=True)) for j in range(len(costs))
+    ]
+    assert all(gain <= cost for gain, cost in zip(earned, costs, strict=True))
+    assert sum(cost * each for cost, each in zip(costs, x, strict=True)) == value
+    assert sum(price * bound for price, (_, bound) in zip(prices, rows, strict=True)) == value

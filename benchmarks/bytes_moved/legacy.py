@@ -1,8 +1,9 @@
 """The manual API, as tables: which method copies which component where, with plain copies of real storages.
 
-Built from the behaviour of NeMo-RL's workers alone: nothing remembers whether a host copy is still good, so every offload copies out
-and every onload copies in; a method whose components are in place already copies nothing. Gradients are freed and made anew
-without a copy where the backend does so. The device counts the bytes. Knows nothing of ``rl_session`` beyond the emulated device.
+Built from the behaviour of NeMo-RL's workers alone: nothing remembers whether a host copy is still good, so every offload
+copies out and every onload copies in; a method whose components are in place already copies nothing. Gradients are freed and
+made anew without a copy where the backend does so. The device counts the bytes. Knows nothing of ``rl_session`` beyond the
+emulated device.
 """
 
 from __future__ import annotations
@@ -176,7 +177,14 @@ class LegacyTrainer:
     """
 
     def __init__(
-        self, backend: Backend, kind: Kind, device: EmulatedDevice, sizes: Sizes, *, where: str = "device", **flags: bool
+        self,
+        backend: Backend,
+        kind: Kind,
+        device: EmulatedDevice,
+        sizes: Sizes,
+        *,
+        where: str = "device",
+        **flags: bool,
     ) -> None:
         self.backend = backend
         self.kind = kind

@@ -139,6 +139,7 @@ LOOPS: Mapping[str, Callable[[Rig], None]] = {
     "grpo-async-megatron": _grpo_async_megatron,
     "grpo-sync": _grpo,  # the same calls, from two processes
     "ppo": _ppo,
+    "ppo-grouped": _ppo,  # what it is compared with
     "ppo-async": _ppo_async,
     "sft": _train,
     "dpo": _dpo,
@@ -149,6 +150,7 @@ START: Mapping[str, tuple[str, ...]] = {
     # What a loop calls on its policy before the first step; the colocated ones begin with a refit.
     "grpo-async-megatron": ("offload_before_refit",),
     "ppo": ("offload_to_cpu",),
+    "ppo-grouped": ("offload_to_cpu",),
     "ppo-async": ("offload_to_cpu",),
     **dict.fromkeys(("sft", "dpo", "rm"), ("prepare_for_training",)),
 }

@@ -1,7 +1,7 @@
 """What each shipped loop needs on the device, phase by phase, as the lower bound sees it.
 
-Only what the computation itself needs: no offload, no order of moves. A reference model is a component of its own (where it is put
-is the schedule's business). Weights that are pushed into the engine, its cache, and gradients are made anew each time.
+Only what the computation itself needs: no offload, no order of moves. A reference model is a component of its own (where it is
+put is the schedule's business). Weights that are pushed into the engine, its cache, and gradients are made anew each time.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ TRACES: Mapping[str, Trace] = {
     "grpo-sync": Trace((_REFIT, _GENERATE, _LOGPROB, _REFERENCE, _TRAIN), engine="own weights"),
     "ppo": Trace(
         (_REFIT, _GENERATE, _VALUES, _LOGPROB, *(PPO_EPOCHS * (_TRAIN_VALUE, _TRAIN))),
+        has_value=True,
+        has_reference=False,
+        engine="own weights",
+        num_epochs=PPO_EPOCHS,
+    ),
+    # No shipped loop: the critic's epochs before the actor's. Values and advantages are known before either, so neither waits.
+    "ppo-grouped": Trace(
+        (_REFIT, _GENERATE, _VALUES, _LOGPROB, *(PPO_EPOCHS * (_TRAIN_VALUE,)), *(PPO_EPOCHS * (_TRAIN,))),
         has_value=True,
         has_reference=False,
         engine="own weights",

@@ -126,11 +126,10 @@ def run_scoped(case: Case, release: str, *, own_reference: bool = False, log: Pa
         with tenants.session as session:
             step = _numbered(session, lambda: scoped.LOOPS[case.trace](tenants))
             step()  # makes the optimizer state, which the first step makes outside any plan
-            people = [p for p in (tenants.actor, tenants.critic, tenants.reference) if p is not None]
-            for participant in people:
-                participant.offload()
-            if not trace.leaves_device:
-                tenants.actor.switch(rs.Mode.RESIDENT)
+            sharing = (tenants.actor, tenants.critic) if trace.leaves_device else ()
+            for participant in (*sharing, tenants.reference):
+                if participant is not None:
+                    participant.offload()
             device.capacity = capacity_of(trace, sizes, case.budget)
             count = _count(device, step, tenants.engine_bytes, device.capacity)
             assert count.fits, f"{case}: {count.peak} bytes on a device of {device.capacity}"

@@ -81,13 +81,13 @@ def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.float32)
 
 
-def policy_loss(logits: Tensor, batch: Any, num_seqs: Any, num_tokens: Any) -> tuple[Tensor, dict[str, Any]]:
+def policy_loss(logits: Tensor, batch: Any, _num_seqs: Any, num_tokens: Any) -> tuple[Tensor, dict[str, Any]]:
     """Cross entropy of the tokens."""
     picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])
     return -picked.sum() / num_tokens, {}
 
 
-def value_loss(values: Tensor, batch: Any, num_seqs: Any, num_tokens: Any) -> tuple[Tensor, dict[str, Any]]:
+def value_loss(values: Tensor, _batch: Any, _num_seqs: Any, num_tokens: Any) -> tuple[Tensor, dict[str, Any]]:
     """Squares of the values."""
     return values.square().sum() / num_tokens, {}
 
@@ -189,9 +189,7 @@ def move_in(
     offload = rs.OffloadConfig(offload_optimizer_for_logprob=shares_weights)
     copy = "copy" if trace.has_reference and not own_reference else None
     model, optimizer = _build(backend, sizes, seed=0)
-    actor = session.attach(
-        model, optimizer, name="actor", device=device, base=base, reference=copy, offload=offload
-    )
+    actor = session.attach(model, optimizer, name="actor", device=device, base=base, reference=copy, offload=offload)
     critic = reference = None
     if trace.has_value:
         value_model, value_optimizer = _build(backend, sizes, seed=1, num_outputs=1)
@@ -299,6 +297,20 @@ def _ppo(tenants: Tenants) -> None:
     _values_and_epochs(tenants, TRACES["ppo"].num_epochs)
 
 
+def _ppo_grouped(tenants: Tenants) -> None:
+    assert tenants.critic is not None
+    _roll_out(tenants)
+    with tenants.critic.inference_mode():
+        tenants.critic.get_values(BATCH)
+    _logprobs(tenants, with_reference=False)
+    with tenants.critic.training_mode():
+        for _ in range(TRACES["ppo-grouped"].num_epochs):
+            tenants.losses.append(tenants.critic.train(BATCH, value_loss)["loss"])
+    with tenants.actor.training_mode():
+        for _ in range(TRACES["ppo-grouped"].num_epochs):
+            tenants.losses.append(tenants.actor.train(BATCH, policy_loss)["loss"])
+
+
 def _ppo_async(tenants: Tenants) -> None:
     _values_and_epochs(tenants, TRACES["ppo-async"].num_epochs)
     _publish(tenants)
@@ -319,6 +331,7 @@ LOOPS: Mapping[str, Callable[[Tenants], None]] = {
     "grpo-async-megatron": _grpo_async_megatron,
     "grpo-sync": _grpo,
     "ppo": _ppo,
+    "ppo-grouped": _ppo_grouped,
     "ppo-async": _ppo_async,
     "sft": _train,
     "dpo": _dpo,

@@ -55,8 +55,8 @@ class Recipe(NamedTuple):
 RECIPES: dict[Backend, Recipe] = {
     # NeMo-RL's DTensor workers load and keep fp32 weights (autocast to bf16), so gradients and AdamW's two moments are fp32.
     "dtensor": Recipe(params=4, grads=4, optimizer=8),
-    # bf16 weights; bf16 gradient buffer (grad_reduce_in_fp32: false in the recipes); fp32 master, exp_avg and exp_avg_sq, all three
-    # in the optimizer's state (use_precision_aware_optimizer: true).
+    # bf16 weights; bf16 gradient buffer (grad_reduce_in_fp32: false in the recipes); fp32 master, exp_avg and exp_avg_sq, all
+    # three in the optimizer's state (use_precision_aware_optimizer: true).
     "megatron": Recipe(params=2, grads=2, optimizer=12),
 }
 
