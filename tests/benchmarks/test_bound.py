@@ -152,6 +152,18 @@ def test_what_was_only_read_comes_back_and_never_leaves() -> None:
     assert fractional({"a": 3, "b": 5}, step, 7) == 2  # one byte of either is away at the other's turn
 
 
+def test_no_component_gives_more_than_it_has() -> None:
+    """The small one is idle in both crowded phases, and would be all it takes if it were larger."""
+    sizes = {"small": 3, "left": 5, "right": 5, "first": 10, "second": 10}
+    step = [
+        phase("all", reads="small left right"),
+        phase("crowded", reads="right", creates="first"),
+        phase("crowded again", reads="left", creates="second"),
+    ]
+    assert fractional(sizes, step, 17) == 3 + 3 + 3
+    assert whole(sizes, step, 17).nbytes_per_step == 3 + 5 + 5
+
+
 def test_a_cycle_may_take_more_steps_than_one() -> None:
     step = [phase("a", reads="a"), phase("b", reads="b"), phase("c", reads="c")]
     found = whole({"a": 1, "b": 1, "c": 1}, step, 2)
