@@ -129,6 +129,9 @@ class Device(ABC):
     def empty_cache(self) -> None:  # noqa: B027 (a device without a cache has nothing to do)
         """Give cached memory back to the device."""
 
+    def drain(self) -> None:  # noqa: B027 (on a device without streams nothing is under way)
+        """Wait for everything that was started on the device, on whatever stream."""
+
     def is_resident(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage's bytes are on this device, found by looking at it."""
         return storage.device.type == self.torch_device.type and storage.nbytes() > 0
@@ -473,6 +476,10 @@ class CudaDevice(Device):
             self._ended.synchronize()
             torch.cuda.current_stream(self.torch_device).wait_event(self._ended)
             self._ended = None
+
+    def drain(self) -> None:
+        """Wait for every stream."""
+        torch.cuda.synchronize(self.torch_device)
 
     def checksum(self, storage: torch.UntypedStorage) -> int:
         """A position-weighted sum of the bytes, computed on the device."""

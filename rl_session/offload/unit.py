@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_session.lifecycle import Tier
+from rl_session.offload import write_barrier
 from rl_session.offload.host_pool import HostBuffer, HostPool
 
 __all__ = ["Unit"]
@@ -40,6 +41,9 @@ class Unit:
         checksum: Of the bytes in ``host``, when contents are verified.
         aliases: Known tensors over it, weakly, by ``id``.
         needs: The tier each engine needs it at.
+        resters: The owners that are outside every scope in a read-only mode, where anybody may write.
+        is_armed: Whether a write barrier was put up around it, and nobody found it down.
+        was_touched: Whether somebody wrote it at rest, or took a pointer to, since its bytes came to the device.
     """
 
     key: int
@@ -57,6 +61,9 @@ class Unit:
     checksum: int | None = None
     aliases: dict[int, weakref.ref[Tensor]] = attrs.field(factory=dict)
     needs: dict[object, Tier] = attrs.field(factory=dict)
+    resters: set[object] = attrs.field(factory=set)
+    is_armed: bool = False
+    was_touched: bool = False
 
     def host_bytes(self) -> Tensor:
         """The host copy, a uint8 tensor; there must be one."""
@@ -78,9 +85,12 @@ class Unit:
     def is_clean(self) -> bool:
         """Whether the host copy can stand in for the device copy. Call below ``__torch_function__``.
 
-        A known tensor that was not there when the copy was made counts as a change.
+        A known tensor that was not there when the copy was made counts as a change, and at rest so does everything that
+        is not behind a write barrier that still stands.
         """
         if not self.host_valid or self.host is None:
+            return False
+        if self.resters and not self.look_at_barrier():
             return False
         return all(self.versions.get(key) == version for key, version in self.current_versions().items())
 
@@ -88,6 +98,39 @@ class Unit:
         """Declare the host copy equal to the device copy. Call below ``__torch_function__``."""
         self.host_valid = True
         self.versions = self.current_versions()
+
+    @property
+    def has_live_bytes(self) -> bool:
+        """Whether user code that touches a tensor over it reaches its bytes."""
+        return self.tier is Tier.DEVICE or (self.tier is Tier.HOST and self.host is None)
+
+    # -- the write barrier; call below ``__torch_function__`` ------------------------------------------------------
+
+    def raise_barrier(self) -> bool:
+        """Put a write barrier up; whether that was possible. It is not after a touch, until the bytes come anew.
+
+        Who touched it may have kept a pointer, and what is written through that no barrier shows.
+        """
+        self.is_armed = not self.was_touched and write_barrier.put_up(self.weak)
+        return self.is_armed
+
+    def look_at_barrier(self) -> bool:
+        """Whether the barrier stands. Where somebody took it down, the host copy is worthless from now on."""
+        if self.is_armed and not write_barrier.is_up(self.weak):
+            self.is_armed, self.was_touched = False, True
+            self.host_valid = self.is_snapshot = False
+        return self.is_armed
+
+    def lower_barrier(self) -> None:
+        """Take the barrier down; what was written until now is the caller's to know."""
+        if self.is_armed:
+            write_barrier.take_down(self.weak)
+            self.is_armed = False
+
+    def restore_barrier(self) -> None:
+        """Put the barrier up again after the library itself, reading, took it down."""
+        if self.is_armed and not write_barrier.put_up(self.weak):
+            self.is_armed = self.host_valid = False
 
     def floor_for(self, engine: object) -> Tier:
         """The highest tier that engines other than ``engine`` need it at."""

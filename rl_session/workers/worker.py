@@ -20,6 +20,7 @@ from rl_session.offload.engine import Engine, Notice, Snapshot
 from rl_session.offload.guard import Explain, Guard
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
+from rl_session.offload.watch import Stance
 from rl_session.workers import compute
 from rl_session.workers.batch import check_batch, to_device
 from rl_session.workers.keeper import Keeper
@@ -55,7 +56,8 @@ class Worker:
             on_load=self._loaded,
             on_step=self._stepped,
             on_train_forward=self._forwarded_in_train,
-            on_before_step=self._trainer.step_begins,
+            on_before_step=self._step_begins,
+            on_forward=self._caller_works,
         )
         self._keeper = Keeper(spec, self.engine, self._guard, self._trainer)
         self._first = self.engine.refresh(deep=True)
@@ -114,7 +116,7 @@ class Worker:
             FaultedError: It failed and could not be rolled back.
         """
         snapshot = self.engine.refresh()
-        self._distrust_buffers(snapshot)
+        self._distrust(snapshot)
         before = snapshot.placement
         target = self._target(request, snapshot)
         live_dropped = bool(snapshot.live_gradients) and self._drops(snapshot, target)
@@ -122,7 +124,7 @@ class Worker:
             report = self.engine.move(snapshot, target)
         except BaseException:
             if request.stored is not None or request.leaves_library:
-                self.engine.mark_dirty()  # the outer mode stands all the same, and may be one in which anything writes
+                self.engine.expose()  # the outer mode stands all the same, and may be one in which anything writes
             raise
         self._after_move(request)
         if live_dropped:
@@ -185,9 +187,11 @@ class Worker:
         if not MODE_TABLE[request.mode].read_only:
             if MODE_TABLE[was].read_only:
                 self.engine.begin_snapshots()
-            self.engine.mark_dirty()
-        elif request.leaves_library:
-            self.engine.mark_dirty()  # what stays on the device may be written by anything
+            self.engine.expose()
+        elif request.leaves_library or request.mode is Mode.OFFLOADED:
+            self.engine.rest()  # the library does nothing there, and anything else may
+        else:
+            self.engine.protect()
 
     def room(self, request: TransitionRequest) -> Room:
         """What :meth:`transition` would take, without moving anything.
@@ -213,6 +217,10 @@ class Worker:
             disposable = component == Component.GRADS and not facts.live_gradients
             held.append(Held(component, nbytes, 0 if disposable else dirty, leaves, disposable))
         return held
+
+    def weights_epoch(self) -> int:
+        """See :attr:`rl_session.offload.engine.Engine.weights_epoch`."""
+        return self.engine.weights_epoch
 
     def placement(self) -> Placement:
         """Where each component is, by scanning."""
@@ -259,8 +267,28 @@ class Worker:
     def _loaded(self) -> None:
         self.engine.forget_snapshots()
 
+    def _caller_works(self) -> None:
+        """Somebody forwards or steps; at rest that is the caller, who is in charge until the next transition.
+
+        Barriers come down at once and not one by one, under whatever kernels and threads the work has.
+        """
+        if self.engine.watch.stance is Stance.AT_REST:
+            self.engine.expose()
+
+    def _step_begins(self) -> None:
+        self._caller_works()
+        self._trainer.step_begins()
+
     def _forwarded_in_train(self) -> None:
         self._buffers_written = True
+        if any(self.engine.nbytes.get(Component.BUFFERS, {}).values()):
+            self.engine.watch.changed()
+
+    def _distrust(self, snapshot: Snapshot) -> None:
+        """Before a move: no host copy stands for what the caller could write until now."""
+        if self.engine.watch.stance is Stance.EXPOSED:
+            self.engine.mark_dirty()
+        self._distrust_buffers(snapshot)
 
     def _distrust_buffers(self, snapshot: Snapshot) -> None:
         """After a forward in train mode, in whatever mode of ours, no host copy of a buffer stands for it."""
