@@ -10,7 +10,8 @@ r"""Every error this library raises, in one tree, with a short stable code each.
         OpenStepError        RLS106        gradients nobody consumed yet are in the way
         StepClosedError      RLS107        the train step was committed or aborted before
         OffloadedAccessError RLS108        a tensor was touched while its bytes are on the host
-        ClosedError          RLS109        the policy or session was closed
+        ClosedError          RLS109        the policy, engine or session was closed
+        StaleWeightsError    RLS111        an engine has no weights that it may serve
       ArgumentError (ValueError)           what was passed in was wrong, nothing was changed
         ConfigError          RLS201
         BatchError           RLS202
@@ -63,6 +64,7 @@ __all__ = [
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
+    "StaleWeightsError",
     "StepClosedError",
     "TransitionError",
     "UnsupportedError",
@@ -165,6 +167,12 @@ class ClosedError(UsageError):
     """The policy, engine or session was closed or detached."""
 
     code = "RLS109"
+
+
+class StaleWeightsError(UsageError):
+    """A generation engine was asked to serve weights that were discarded, or pushed only in part."""
+
+    code = "RLS111"
 
 
 class ArgumentError(RLSessionError, ValueError):
