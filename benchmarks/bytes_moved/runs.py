@@ -74,7 +74,14 @@ class Row(NamedTuple):
         return min((c for c in (self.lazy, self.lazy_own) if c is not None), key=lambda count: count.nbytes)
 
 
-def _count(device: EmulatedDevice, step: Callable[[], None], engine_bytes: Callable[[], int], capacity: int) -> Count:
+def _count(
+    device: EmulatedDevice,
+    step: Callable[[], None],
+    engine_bytes: Callable[[], int],
+    capacity: int,
+    *,
+    counts_engine: bool = False,
+) -> Count:
     """Steady steps: what a few of them copy after others have warmed up."""
     for _ in range(WARM_UP):
         step()
@@ -83,7 +90,7 @@ def _count(device: EmulatedDevice, step: Callable[[], None], engine_bytes: Calla
     for _ in range(MEASURED):
         step()
     engine = engine_bytes() - engine_before
-    moved = device.bytes_in + device.bytes_out - before - engine
+    moved = device.bytes_in + device.bytes_out - before - (engine if counts_engine else 0)
     return Count(_real(moved, MEASURED), _real(engine, MEASURED), _real(device.peak), device.peak <= capacity)
 
 
@@ -104,7 +111,8 @@ def run_legacy(case: Case) -> Count:
         policy.call(method)
     step = legacy_loops.LOOPS[case.trace]
     engine_bytes = (lambda: engine.bytes_copied) if engine is not None else (lambda: 0)
-    return _count(device, lambda: step(rig), engine_bytes, capacity_of(trace, sizes, case.budget))
+    capacity = capacity_of(trace, sizes, case.budget)
+    return _count(device, lambda: step(rig), engine_bytes, capacity, counts_engine=True)
 
 
 def run_scoped(case: Case, release: str, *, own_reference: bool = False, log: Path | None = None) -> Count:
@@ -130,11 +138,13 @@ def run_scoped(case: Case, release: str, *, own_reference: bool = False, log: Pa
             for participant in (*sharing, tenants.reference):
                 if participant is not None:
                     participant.offload()
+            if tenants.engine is not None:
+                tenants.engine.sleep()
             device.capacity = capacity_of(trace, sizes, case.budget)
             count = _count(device, step, tenants.engine_bytes, device.capacity)
             assert count.fits, f"{case}: {count.peak} bytes on a device of {device.capacity}"
             device.capacity = None
-        _check_log(path, device.bytes_in + device.bytes_out - tenants.engine_bytes())
+        _check_log(path, device.bytes_in + device.bytes_out)
         return count._replace(outputs=tuple(tenants.losses))
 
 

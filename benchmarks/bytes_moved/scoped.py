@@ -6,8 +6,7 @@ A loop is written as its user would write it: it opens the scope of what it is a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import rl_session as rs
-from bytes_moved.legacy import LegacyEngine, Store
+from bytes_moved.legacy import Store
 from bytes_moved.phases import TRACES
-from bytes_moved.sizes import NUM_STORAGES, Backend, Sizes
-from rl_session.testing import EmulatedDevice
+from bytes_moved.sizes import NUM_STORAGES, SCALE, Backend, Sizes
+from rl_session.driver import refit
+from rl_session.testing import EmulatedDevice, FakeEngine
 
 __all__ = ["LOOPS", "Tenants", "move_in"]
 
 _SEQS, _LENGTH, _VOCABULARY = 2, 4, 8
+
+refit._BUCKET_CAP = 2**30 // SCALE  # the one number of bytes that the library itself brings
 
 
 class Layers(nn.Module):
@@ -98,42 +100,25 @@ BATCH: Mapping[str, Tensor] = {
 }
 
 
-# -- the engine ------------------------------------------------------------------------------------------------------------
-
-
-class Rollouts:
-    """An engine with weights of its own beside the trainer, and how a loop refits and uses it."""
-
-    def __init__(self, session: rs.Session, device: EmulatedDevice, sizes: Sizes) -> None:
-        self._session = session
-        self._engine = LegacyEngine(device, sizes)
-        self._sizes = sizes
-
-    @property
-    def bytes_copied(self) -> int:
-        """What the engine itself copied, of the device's count."""
-        return self._engine.bytes_copied
-
-    def refit(self, policy: rs.Policy) -> None:
-        """Push the policy's weights, and leave the engine awake."""
-        with policy.refit_mode():
-            self._session.make_room(self._sizes.engine_weights)
-            self._engine.wake("weights")
-            for bucket in policy.iter_weights():
-                assert bucket
-        self._session.make_room(self._sizes.engine_weights + self._sizes.kv_cache)
-        self._engine.wake("kv_cache")
-
-    @contextmanager
-    def awake(self) -> Iterator[LegacyEngine]:
-        """A block in which the engine samples."""
-        try:
-            yield self._engine
-        finally:
-            self._engine.sleep()
-
-
 # -- who takes part --------------------------------------------------------------------------------------------------------
+
+
+class SleepyEngine(FakeEngine):
+    """A colocated engine that counts what its sleeping and waking copies, as level 1 does: its weights, each way."""
+
+    bytes_copied = 0
+
+    def wake(self, tags: Sequence[str]) -> bool | None:
+        """Take memory; weights that were kept on the host are copied in."""
+        comes = "weights" in tags and "weights" not in self.awake_tags and self._host is not None
+        self.bytes_copied += self._sizes["weights"] if comes else 0
+        return super().wake(tags)
+
+    def sleep(self, level: int) -> bool | None:
+        """Give memory back; level 1 copies the weights out."""
+        leaves = "weights" in self.awake_tags and level == 1
+        self.bytes_copied += self._sizes["weights"] if leaves else 0
+        return super().sleep(level)
 
 
 class Tenants(NamedTuple):
@@ -143,14 +128,14 @@ class Tenants(NamedTuple):
     actor: rs.Policy
     critic: rs.ValueModel | None
     reference: rs.Policy | None
-    rollouts: Rollouts | None
+    engine: rs.EngineHandle | None
     sampler: rs.InProcessEngine | None
     kv_cache: Store | None
     losses: list[Tensor]
 
     def engine_bytes(self) -> int:
         """What the engine itself copied."""
-        return self.rollouts.bytes_copied if self.rollouts is not None else 0
+        return self.engine.engine.bytes_copied if self.engine is not None else 0
 
 
 def _build(backend: Backend, sizes: Sizes, seed: int, num_outputs: int = _VOCABULARY) -> tuple[nn.Module, Any]:
@@ -197,12 +182,16 @@ def move_in(
     if trace.has_reference and own_reference:
         frozen, _ = _build(backend, sizes, seed=0)
         reference = session.attach(frozen, name="reference", device=device)
+    engine = None
+    if trace.engine == "own weights":
+        made = SleepyEngine(device, weights=sizes.engine_weights, kv_nbytes=sizes.kv_cache)
+        engine = session.engine("engine", made)  # sleep level 1, as the legacy loops have it
     return Tenants(
         session,
         actor,
         critic,
         reference,
-        Rollouts(session, device, sizes) if trace.engine == "own weights" else None,
+        engine,
         rs.InProcessEngine(actor, max_new_tokens=1, seed=0) if shares_weights else None,
         Store(device, sizes.megatron_kv_cache, "none") if shares_weights else None,
         [],
@@ -240,10 +229,10 @@ def _reference(tenants: Tenants) -> None:
 
 
 def _roll_out(tenants: Tenants) -> None:
-    assert tenants.rollouts is not None
-    tenants.rollouts.refit(tenants.actor)
-    with tenants.rollouts.awake() as engine:
-        engine.generate()
+    assert tenants.engine is not None
+    tenants.actor.refit(tenants.engine)
+    with tenants.engine.awake():
+        tenants.engine.generate(BATCH)
 
 
 def _grpo(tenants: Tenants) -> None:
