@@ -2,8 +2,8 @@
 
 Written from what the documentation states, not from the code: nothing leaves unless room is short; then disposable gradients go
 first, then what the participant used least recently has and does not need, of one participant the clean before the dirty, whole
-components, and none that a later and larger one makes unnecessary. Leaving costs the bytes that were written since they came, coming
-costs all of them. Everything else is free.
+components, and none that a later and larger one makes unnecessary. Leaving costs the bytes that were written since they came,
+coming costs all of them. Everything else is free.
 """
 
 from __future__ import annotations

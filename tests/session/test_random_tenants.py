@@ -1,8 +1,8 @@
 """Random programs of four participants and an engine on one device, against a model: every byte copied is accounted for.
 
-Each program runs twice: lazily on a device of random size, and without moving anything on one without a limit. After every action
-the counters of the device, the placements and the bytes held are the model's; at the end the weights, the optimizer states and the
-engine's weights of both runs are the same to the last bit.
+Each program runs twice: lazily on a device of random size, and without moving anything on one without a limit. After every
+action the counters of the device, the placements and the bytes held are the model's; at the end the weights, the optimizer states
+and the engine's weights of both runs are the same to the last bit.
 """
 
 from __future__ import annotations
