@@ -89,7 +89,7 @@ def _faults() -> list[list[str]]:
                 continue
             parts = dict(re.findall(r"^(Others|Here|By): (.*?)(?=\n(?:Here|By):|\Z)", told, re.MULTILINE | re.DOTALL))
             cells = [" ".join(parts[key].split()) for key in ("Others", "Here", "By")]
-            rows.append([str(int(node.name.split("_")[2])), *cells, f"`{path.stem}.{node.name[5:]}`"])
+            rows.append([str(int(node.name.split("_")[2])), *cells, f"`{node.name}`"])
     return sorted(rows, key=lambda row: int(row[0]))
 
 
