@@ -167,7 +167,8 @@ class Engine:
             unit.was_touched = False  # whoever kept a pointer has one to what was freed
             if unit.resters:
                 self.watch.cover(unit)
-        self.watch.note(snapshot.inventory)
+        if transaction.todo:
+            self.watch.note(snapshot.inventory)  # storages that were re-homed hold what they held
         for key, found in snapshot.inventory.storages.items():
             wanted = max((target[c] for c in found.components), key=lambda t: t.height)
             unit = snapshot.units[key]

@@ -17,8 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rl_session.lifecycle import Tier
 from rl_session.offload import write_barrier
 from rl_session.offload.host_pool import HostBuffer, HostPool
+from rl_session.offload.tensors import byte_alias, find_storage, num_holders
 
 __all__ = ["Unit"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @attrs.define(eq=False)
@@ -107,30 +110,51 @@ class Unit:
     # -- the write barrier; call below ``__torch_function__`` ------------------------------------------------------
 
     def raise_barrier(self) -> bool:
-        """Put a write barrier up; whether that was possible. It is not after a touch, until the bytes come anew.
+        """Put a write barrier up; whether that was possible.
 
-        Who touched it may have kept a pointer, and what is written through that no barrier shows.
+        It is not around what something unknown holds too: it may be a pointer, which no barrier stops. Nor after a touch,
+        until the bytes come anew: who touched it may have kept a pointer.
         """
-        self.is_armed = not self.was_touched and write_barrier.put_up(self.weak)
+        alias = None if self.was_touched else self._alias()
+        self.is_armed = alias is not None and not self._is_held_by_others(alias) and write_barrier.put_up(alias)
         return self.is_armed
 
     def look_at_barrier(self) -> bool:
         """Whether the barrier stands. Where somebody took it down, the host copy is worthless from now on."""
-        if self.is_armed and not write_barrier.is_up(self.weak):
-            self.is_armed, self.was_touched = False, True
-            self.host_valid = self.is_snapshot = False
+        if self.is_armed:
+            alias = self._alias()
+            if alias is None or not write_barrier.is_up(alias):
+                self.is_armed, self.was_touched = False, True
+                self.host_valid = self.is_snapshot = False
         return self.is_armed
 
     def lower_barrier(self) -> None:
         """Take the barrier down; what was written until now is the caller's to know."""
-        if self.is_armed:
-            write_barrier.take_down(self.weak)
-            self.is_armed = False
+        alias = self._alias() if self.is_armed else None
+        if alias is not None:
+            write_barrier.take_down(alias)
+        self.is_armed = False
 
     def restore_barrier(self) -> None:
         """Put the barrier up again after the library itself, reading, took it down."""
-        if self.is_armed and not write_barrier.put_up(self.weak):
+        alias = self._alias() if self.is_armed else None
+        if alias is None or not write_barrier.put_up(alias):
             self.is_armed = self.host_valid = False
+
+    def _alias(self) -> Tensor | None:
+        """A plain tensor that is over the storage now, or None when the storage is gone."""
+        for ref in self.aliases.values():
+            tensor = ref()
+            # A subclass might dispatch; and setting .data may have given a known tensor another storage.
+            if tensor is not None and type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == self.key:
+                return tensor
+        storage = find_storage(self.weak)
+        return None if storage is None else byte_alias(storage)
+
+    def _is_held_by_others(self, alias: Tensor) -> bool:
+        """Whether something holds the storage beside known tensors and ``alias``, which may have been made to look."""
+        over = {id(tensor) for tensor in self.live_aliases() if tensor.untyped_storage()._cdata == self.key}
+        return num_holders(alias.untyped_storage()) > len(over | {id(alias)})
 
     def floor_for(self, engine: object) -> Tier:
         """The highest tier that engines other than ``engine`` need it at."""

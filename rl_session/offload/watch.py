@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rl_session.lifecycle import Component
-from rl_session.offload import tensors
 from rl_session.offload.inventory import Inventory
 from rl_session.offload.tensors import library_access
 from rl_session.offload.unit import Unit
@@ -111,16 +110,11 @@ class Watch:
         return unit.look_at_barrier() or not counts or not unit.has_live_bytes
 
     def cover(self, unit: Unit) -> None:
-        """Put a barrier up around a unit at rest, or distrust its host copy.
-
-        Not around what something unknown holds too (it may be a pointer, which no barrier stops), nor around what a
-        partner is writing, nor where somebody may have got a pointer to write at an earlier rest.
-        """
+        """Put a barrier up around a unit at rest, or distrust its host copy."""
         is_wanted = unit.host_valid or (self._is_asked and unit.key in self._weights)
         if unit.look_at_barrier() or not is_wanted or not unit.has_live_bytes:
             return
-        is_written = len(unit.needs) > 1 and any(partner.stance is Stance.EXPOSED for partner in self.partners)
-        if _has_unknown_holders(unit) or is_written or not unit.raise_barrier():
+        if not unit.raise_barrier():
             unit.host_valid = False
 
     @contextmanager
@@ -198,11 +192,6 @@ class Watch:
         for partner in self.partners:
             partner.partners.discard(self)
         self.partners.clear()
-
-
-def _has_unknown_holders(unit: Unit) -> bool:
-    storage = tensors.find_storage(unit.weak)
-    return storage is None or tensors.num_holders(storage) > len(unit.live_aliases())
 
 
 def _mark(tensor: Tensor) -> tuple[object, ...]:

@@ -21,44 +21,38 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
-from rl_session.offload.tensors import byte_alias, find_storage, library_access, weak_storage
+from rl_session.offload.tensors import library_access
 
 __all__ = ["is_up", "put_up", "take_down"]
 
 
-def put_up(weak: StorageWeakRef) -> bool:
-    """Put the barrier up around a storage; whether that was possible.
+def put_up(alias: Tensor) -> bool:
+    """Put the barrier up around the storage of a plain tensor; whether that was possible.
 
     It is not where torch does not own the memory (mapped files, numpy arrays, memory shared between processes, pluggable
     allocators), nor where this torch does not do what the text above says.
     """
-    storage = find_storage(weak)
-    return storage is not None and _works_on(storage.device) and _mark(weak)
+    return _works_on(alias.device) and _mark(alias)
 
 
-def is_up(weak: StorageWeakRef) -> bool:
-    """Whether the barrier around a storage that had one still stands; False when the storage is gone."""
-    storage = find_storage(weak)
-    return storage is not None and bool(torch._C._is_cow_tensor(byte_alias(storage)))  # type: ignore[attr-defined]
+def is_up(alias: Tensor) -> bool:
+    """Whether the barrier around the storage of a tensor stands."""
+    return bool(torch._C._is_cow_tensor(alias))  # type: ignore[attr-defined]
 
 
-def take_down(weak: StorageWeakRef) -> None:
+def take_down(alias: Tensor) -> None:
     """Take the barrier down, as a write would; idempotent."""
-    storage = find_storage(weak)
-    if storage is not None:
-        byte_alias(storage).data_ptr()
+    alias.data_ptr()
 
 
-def _mark(weak: StorageWeakRef) -> bool:
-    storage = find_storage(weak)
+def _mark(alias: Tensor) -> bool:
     try:
-        if storage is not None:
-            torch._lazy_clone(byte_alias(storage))
+        torch._lazy_clone(alias)
     except RuntimeError:  # the memory is not of a kind that torch can mark
         return False
-    return storage is not None
+    return True
 
 
 @functools.cache
@@ -68,10 +62,10 @@ def _works_on(device: torch.device) -> bool:
         return False
     with library_access():
         tensor = torch.ones(4, device=device)
-        view, weak, address = tensor[:2], weak_storage(tensor.untyped_storage()), tensor.data_ptr()
-        if not _mark(weak):
+        view, address = tensor[:2], tensor.data_ptr()
+        if not _mark(tensor):
             return False
         tensor.sum()
-        stood = is_up(weak)
+        stood = is_up(tensor)
         view.mul_(2.0)
-        return stood and not is_up(weak) and tensor.data_ptr() == address and tensor.tolist() == [2.0, 2.0, 1.0, 1.0]
+        return stood and not is_up(tensor) and tensor.data_ptr() == address and tensor.tolist() == [2.0, 2.0, 1.0, 1.0]

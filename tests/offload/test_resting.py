@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save as safetensors_save
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_session.lifecycle import Tier
 from rl_session.offload import unit as units
@@ -24,7 +26,7 @@ from rl_session.offload import write_barrier
 from rl_session.offload.device import EmulatedDevice
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.swap import capture, replaced
-from rl_session.offload.tensors import library_access, weak_storage
+from rl_session.offload.tensors import library_access
 from rl_session.offload.watch import Stance
 
 D, H = Tier.DEVICE, Tier.HOST
@@ -276,6 +278,30 @@ def test_a_collective_that_may_write_a_weight_makes_it_dirty(make: Make, collect
     assert leave(world) == ONE
 
 
+SHARDED: dict[str, Touch] = {
+    "in place": lambda w: w.mul_(2),
+    "local": lambda w: w.to_local().mul_(2),
+    "data of local": lambda w: w.to_local().data.mul_(2),
+    "collective": lambda w: dist.broadcast(w.to_local(), 0),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("touch", [*SHARDED, None])
+def test_the_local_shard_of_a_distributed_tensor_rests_as_a_tensor_does(make: Make, touch: str | None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    module = Pair()
+    module.first.weight = nn.Parameter(distribute_tensor(module.first.weight.detach(), mesh, [Shard(0)]))
+    world = make(module, optimizer=None)
+    world.to(H)
+    world.to(D)
+    world.engine.rest()
+    if touch is not None:
+        with torch.no_grad():
+            SHARDED[touch](module.first.weight)
+    assert leave(world) == (0 if touch is None else ONE)
+
+
 REPLACED: dict[str, Touch] = {
     "setting .data": lambda w: setattr(w, "data", torch.ones(8, 8)),
     "set_": lambda w: w.set_(torch.ones(8, 8)),
@@ -379,6 +405,24 @@ def test_what_something_unknown_holds_too_is_never_clean_at_rest(make: Make, hol
     assert world.module.first.weight[0].eq(5.0).all()
 
 
+def test_a_holder_is_seen_beside_an_alias_that_left_the_storage(make: Make) -> None:
+    world = make(Pair(), optimizer=None)
+    world.to(H)
+    world.to(D)
+    first, second = world.module.first, world.module.second
+    world.module.also = first.weight.detach()
+    world.engine.refresh()
+    world.to(H)
+    world.to(D)
+    held = first.weight.detach().numpy()  # writes past every barrier
+    first.weight.data = second.weight.detach().clone()
+    world.engine.rest()
+    held[...] = 5.0
+    world.module.first.weight.data = world.module.also
+    assert leave(world) >= ONE
+    assert first.weight.eq(5.0).all()
+
+
 def test_it_stays_dirty_after_the_holder_is_gone(make: Make) -> None:
     world = make(Pair(), optimizer=None)
     world.to(H)
@@ -422,7 +466,7 @@ def test_memory_of_others_gets_no_barrier(kind: str, tmp_path: Path) -> None:
         "file": lambda: torch.from_file(str(tmp_path / "bytes"), shared=True, size=4),
     }[kind]()
     with library_access():
-        assert not write_barrier.put_up(weak_storage(tensor.untyped_storage()))
+        assert not write_barrier.put_up(tensor)
     tensor.add_(1)
 
 
@@ -435,6 +479,20 @@ def test_a_barrier_costs_no_copy_and_moves_nothing(make: Make) -> None:
     assert torch._C._data_address(weight) == address  # type: ignore[attr-defined]
     world.engine.protect()
     assert not any(torch._C._is_cow_tensor(t) for t in world.module.parameters())  # type: ignore[attr-defined]
+
+
+def test_an_eviction_at_rest_waits_for_every_stream_before_it_frees(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = at_rest(make)
+    drained = []
+    monkeypatch.setattr(EmulatedDevice, "drain", lambda device: drained.append(device.resident_bytes))
+    world.to(H)
+    assert drained == [ALL]
+    world.to(D)
+    world.engine.protect()
+    world.to(H)
+    assert drained == [ALL], "in a scope nothing was behind a barrier"
 
 
 # -- stances -------------------------------------------------------------------------------------------------------------
@@ -463,6 +521,17 @@ def test_a_touch_at_rest_is_found_on_the_way_into_a_scope(make: Make) -> None:
     world.engine.protect()
     assert dirty_bytes(world) == ONE
     assert leave(world) == ONE
+
+
+@pytest.mark.parametrize("stance", ["rest", "expose"])
+def test_the_epoch_counts_what_was_written_up_to_the_last_moment(make: Make, stance: str) -> None:
+    world = at_rest(make)
+    getattr(world.engine, stance)()
+    number = world.engine.weights_epoch
+    world.module.first.weight.data.add_(1)
+    world.engine.protect()
+    assert world.engine.weights_epoch > number
+    assert world.engine.weights_epoch == world.engine.weights_epoch
 
 
 def test_a_step_cannot_fall_back_on_a_copy_from_before_a_touch(make: Make) -> None:
@@ -566,6 +635,15 @@ def test_while_one_is_at_rest_what_it_shares_is_watched_in_the_scopes_of_the_oth
     other.module(torch.ones(1, 8))
     one.module.first.weight.data.add_(1)
     assert leave_both(one, other) == ONE
+
+
+def test_the_scopes_of_one_leave_the_barriers_that_the_other_needs(make: Make) -> None:
+    one, other = partners(make)
+    one.engine.rest()
+    other.engine.rest()
+    other.engine.protect()
+    other.module(torch.ones(1, 8))
+    assert leave_both(one, other) == 0
 
 
 def test_the_work_of_one_makes_it_dirty_for_the_one_at_rest(make: Make) -> None:

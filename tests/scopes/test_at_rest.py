@@ -197,6 +197,25 @@ def test_batch_statistics_written_in_a_read_only_scope_are_dirty(make: Make) -> 
     assert leave(rig) == size(*rig.model.buffers())
 
 
+def test_a_copy_made_for_a_partner_does_not_stand_for_what_training_writes_later(make: Make) -> None:
+    rig = make()
+    trunk, heads = nn.Embedding(11, 6), (nn.Linear(6, 11), nn.Linear(6, 11))
+    actor, critic = (
+        rig.session.attach(
+            nn.Sequential(trunk, head), name=f"part{index}", device=rig.device, reference=None if index else "copy"
+        )
+        for index, head in enumerate(heads)
+    )
+    actor.offload()
+    critic.offload()
+    with critic.training_mode(), actor.logprob_mode():
+        actor.get_reference_policy_logprobs(rig.batch)
+        trunk.weight.data.add_(1)
+        written = trunk.weight.detach().clone()
+    assert critic.placement["params"] is rs.Tier.HOST
+    assert torch.equal(critic.state_dict()["0.weight"], written)
+
+
 def test_a_failed_eviction_loses_nothing_and_the_next_one_works(make: Make) -> None:
     rig = lazy(make)
     rig.model.head.weight.data.mul_(2.0)
@@ -468,6 +487,21 @@ def test_what_a_partner_writes_moves_the_epoch_of_who_shares_it(make: Make) -> N
         assert after > inside
         rig.model.embed.weight.data.add_(1)  # through the critic, which is at rest
         assert epoch(rig) > after
+
+
+def test_what_a_partner_wrote_counts_in_a_scope_when_the_partner_is_gone(make: Make) -> None:
+    rig = lazy(make)
+    other = nn.Sequential(rig.model.embed, nn.Linear(6, 3))
+    critic = rig.session.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), name="critic", device=rig.device)
+    with rig.policy.refit_mode():
+        epoch(rig)
+        with critic.logprob_mode():
+            number = epoch(rig)
+            assert epoch(rig) == number
+        with critic.training_mode():
+            rig.model.embed.weight.data.add_(1)
+        critic.close()
+        assert epoch(rig) > number
 
 
 OPERATIONS = {**NO_CHANGE, **MAY_CHANGE, **CHANGE}
