@@ -153,7 +153,7 @@ class Holding(NamedTuple):
     """A component that a participant has on a device, as far as making room goes.
 
     Attributes:
-        participant: Whose it is.
+        participant: Whose it is, as messages call it: a policy and an engine may have one name.
         component: Which one.
         nbytes: Device memory that evicting it frees.
         dirty_nbytes: How much of that must be copied out first.

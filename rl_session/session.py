@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from rl_session.audit import AuditLog, events
 from rl_session.config import OffloadConfig, Verify, check_budget, check_choice, check_seconds
 from rl_session.driver.control import Control
-from rl_session.driver.engine_control import EngineControl
 from rl_session.driver.run import Run, error_text
+from rl_session.engine_registry import EngineRegistry
 from rl_session.engines import EngineHandle
 from rl_session.errors import ClosedError, ConfigError, OptimizerError, RLSessionError, UnsupportedError
 from rl_session.generation.in_process import InProcessEngine
@@ -82,7 +82,6 @@ class Session:
         self._opened_at = time.perf_counter()
         self._closed = False
         self._participants: list[TrainableModel] = []
-        self._engines: dict[str, EngineHandle | InProcessEngine] = {}
         self._devices: dict[str, Device] = {}
         log = AuditLog(audit_path, processors=audit_processors, rotate_nbytes=audit_rotate_nbytes)
         pool = HostPool(host_budget, self._warn)
@@ -94,6 +93,7 @@ class Session:
             device_budget=device_budget,
             timeout_seconds=timeout_seconds,
         )
+        self._engines = EngineRegistry(self._run, lambda device: self._device(device, torch.device("cpu")))
         log.write(
             events.SessionOpened(
                 device_budget=device_budget,
@@ -267,61 +267,17 @@ class Session:
         """
         self._check_open(f"engine({name!r})")
         if engine is None:
-            return self._known_engine(name)
-        if name in self._engines:
-            raise ConfigError(f"engine({name!r}): the name is taken in this session", (), f'engine("{name}2", ...)')
-        if isinstance(engine, InProcessEngine):
-            engine.name = name
-            self._engines[name] = engine
-            return engine
-        check_choice("engine", "release", release, ("eager", "lazy", "never", None))
-        check_choice("engine", "on_busy", on_busy, ("drain", "refuse"))
-        check_choice("engine", "sleep_level", sleep_level, (1, 2))
-        timeout = self._run.timeout_seconds if drain_timeout_seconds is None else drain_timeout_seconds
-        check_seconds("engine", "drain_timeout_seconds", timeout)
-        where = self._device_of_engine(engine, device)
-        control = EngineControl(
+            return self._engines.get(name)
+        return self._engines.take_in(
             name,
             engine,
-            self._run,
-            where,
-            release=release or (self._run.release if where is not None else "never"),
+            device=device,
+            release=release,
             sleep_level=sleep_level,
             sizes=bytes_needed,
-            drain_timeout_seconds=timeout,
+            drain_timeout_seconds=drain_timeout_seconds,
             on_busy=on_busy,
         )
-        return self._take_in(control)
-
-    def _take_in(self, control: EngineControl) -> EngineHandle:
-        handle = EngineHandle(control, self._forget_engine)
-        control.handle = handle
-        if control.device is not None:
-            self._run.arbiter.join(control)
-        self._run.engines.append(control)
-        self._engines[control.name] = handle
-        return handle
-
-    def _known_engine(self, name: str) -> EngineHandle | InProcessEngine:
-        if name not in self._engines:
-            listed = ", ".join(repr(known) for known in self._engines) or "none"
-            raise ConfigError(
-                f"engine({name!r}): there is no such engine", (f"engines: {listed}",), f"session.engine({name!r}, vllm)"
-            )
-        return self._engines[name]
-
-    def _device_of_engine(self, engine: object, device: Device | torch.device | str | None) -> Device | None:
-        wanted = device if device is not None else getattr(engine, "device", None)
-        if wanted is None:
-            return None
-        return self._device(wanted, torch.device("cpu"))
-
-    def _forget_engine(self, handle: EngineHandle) -> None:
-        control = handle._control  # noqa: SLF001 (the session made it)
-        self._engines.pop(handle.name, None)
-        if control in self._run.engines:
-            self._run.engines.remove(control)
-        self._run.arbiter.part(control)
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -382,7 +338,7 @@ class Session:
             participants[participant.name] = {**participant.memory(), "releasable": releasable}
         return {
             "participants": participants,
-            "engines": {name: e.memory() for name, e in self._engines.items() if isinstance(e, EngineHandle)},
+            "engines": {handle.name: handle.memory() for handle in self._engines.handles},
             "devices": [{"device": repr(device), **self._run.arbiter.usage(device)} for device in self._all_devices()],
             "host_in_use": self._run.pool.in_use_bytes,
             "host_held": self._run.pool.held_bytes,
@@ -401,9 +357,8 @@ class Session:
             return
         self._closed = True
         failures: list[RLSessionError] = []
-        handles = [e for e in self._engines.values() if isinstance(e, EngineHandle)]
         # Engines first: asleep they leave room for models that are given back on the device.
-        closing: list[EngineHandle | TrainableModel] = [*reversed(handles), *reversed(self._participants)]
+        closing: list[EngineHandle | TrainableModel] = [*reversed(self._engines.handles), *reversed(self._participants)]
         for closable in closing:
             try:
                 closable.close()

@@ -188,7 +188,7 @@ class Arbiter:
             chosen = choose_evictions(max(missing, min(missing + wish.reserve, available)), holdings)
             if chosen is None:
                 raise self._no_room(device, wish.nbytes, budget, attempted, holdings)
-            leaving = {seat: [h.component for h in chosen if h.participant == seat.name] for seat in seats}
+            leaving = {seat: [h.component for h in chosen if h.participant == seat.label] for seat in seats}
             for seat, components in leaving.items():
                 if components and seat is not newcomer:
                     seat.evict(components, f"evicted for {attempted}")
@@ -213,7 +213,7 @@ class Arbiter:
     ) -> DeviceMemoryError:
         facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {self.in_use(device)}"]
         for seat in self._seats:
-            parts = [h for h in holdings if h.participant == seat.name and h.nbytes]
+            parts = [h for h in holdings if h.participant == seat.label and h.nbytes]
             told = ", ".join(f"{h.component} {h.nbytes}{' (releasable)' if h.releasable else ''}" for h in parts)
             if told:
                 facts.append(f"{seat.label} ({seat.where()}): {told}")

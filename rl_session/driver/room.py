@@ -67,7 +67,7 @@ class PolicySeat:
         busy = control.fault is not None or (entering is None and control.is_busy)
         return [
             Holding(
-                self.name,
+                self.label,
                 h.component,
                 h.nbytes,
                 h.dirty_nbytes,

@@ -202,3 +202,16 @@ def test_an_engine_of_another_device_asks_nobody_for_room(make: Make) -> None:
     with other.awake():
         other.generate(prompts())
     assert rig.device.bytes_out == moved
+
+
+def test_an_engine_and_a_policy_may_have_one_name(make: Make) -> None:
+    rig = make(capacity=4 * ONE, release="lazy")
+    twin = rig.session.engine("actor", FakeEngine(rig.device, weights=ONE, kv_nbytes=ONE))
+    with twin.awake():
+        pass
+    with rig.policy.logprob_mode():
+        pass
+    with rig.engine.awake():  # three: both others leave, each what it has
+        assert (twin.state, rig.policy.placement["params"]) == ("asleep", rs.Tier.DEVICE)
+    with twin.awake():
+        assert rig.engine.state == "asleep"
