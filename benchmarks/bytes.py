@@ -76,6 +76,14 @@ def numbers(row: Row) -> dict[str, Any]:
     }
 
 
+def markdown(rows: list[Row]) -> str:
+    """The table as Markdown, without the columns that matter less."""
+    cells = [shown(row) for row in rows]
+    names = [name for name in cells[0] if name not in ("GB", "eager")]
+    lines = [names, ["---"] * 4 + ["---:"] * (len(names) - 4), *([row[name] for name in names] for row in cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def verdicts(rows: list[Row]) -> list[str]:
     """Whether the aims are met: one line each, and one for each row that misses."""
     lines = []
@@ -113,6 +121,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     made.add_argument("--backend", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     made.add_argument("--budget", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     made.add_argument("--gpus", type=int, default=8, help="over how many GPUs a model is sharded")
+    made.add_argument("--markdown", action="store_true", help="print the table as Markdown too")
     made.add_argument("--why", action="store_true", help="show the copies of the best schedule")
     options = made.parse_args(argv)
     if options.smoke:
@@ -126,6 +135,8 @@ def main(argv: list[str] | None = None) -> list[Row]:
         if options.why:
             _why(rows[-1])
     show("GB copied a step by one GPU", [shown(row) for row in rows], note="\n".join(verdicts(rows)))
+    if options.markdown:
+        print(markdown(rows))
     report({"bytes": [numbers(row) for row in rows], "verdicts": verdicts(rows)}, options.json)
     return rows
 

@@ -171,7 +171,9 @@ def move_in(
     # Who never leaves the device under the manual API rests on it; who shares it with an engine rests off it.
     base: Any = "offloaded" if trace.leaves_device else "resident"
     shares_weights = trace.engine == "training weights"
-    offload = rs.OffloadConfig(offload_optimizer_for_logprob=shares_weights)
+    offload = rs.OffloadConfig(
+        offload_optimizer_for_logprob=shares_weights, offload_optimizer_for_refit=trace.leaves_device
+    )
     copy = "copy" if trace.has_reference and not own_reference else None
     model, optimizer = _build(backend, sizes, seed=0)
     actor = session.attach(model, optimizer, name="actor", device=device, base=base, reference=copy, offload=offload)

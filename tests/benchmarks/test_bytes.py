@@ -45,6 +45,9 @@ def test_the_smoke_run_meets_the_aims_and_never_beats_the_bound(
         assert row.lazy.nbytes <= row.legacy.nbytes
         if row.case.trace in benchmark.AIMS:
             assert row.best_lazy.nbytes <= benchmark.AIMS[row.case.trace] * row.legacy.nbytes
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    for line in benchmark.markdown(rows).splitlines():
+        assert line in page  # what the page says is what is measured
     printed = capsys.readouterr().out
     assert "lazy above legacy: in no row" in printed
     assert "missed" not in printed
