@@ -538,7 +538,6 @@ class Control:
             self._moving = ""
         reply = answers[0]
         assert isinstance(reply, TransitionReply)
-        self.run.freshness.moved(reply, self.row, row, rests=rests)
         self.mode, self.row = mode, row
         self._pending_release = False
         if reply.moved:
@@ -618,7 +617,6 @@ class Control:
                 self._retry_release(f"{method}()")
             self.check_mode(gate)
             self.last_used = self.run.arbiter.tick()
-            self.run.freshness.called(method)
             mode, start = self.mode, time.perf_counter()
             try:
                 results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
@@ -725,7 +723,6 @@ class Control:
         """
         with self.changing():
             self.end_step("recover()")
-            self.run.freshness.called("recover")
             origin = str(self.ask("recover", path))
             self.fault = None
             self._drop_frames("recovered")

@@ -77,8 +77,8 @@ class EnginePower:
         self.drain = Drain(engine, drain_timeout_seconds, refuses=on_busy == "refuse")
         self.version = 0
         self.weights: Weights = "unset" if getattr(engine, "requires_refit", False) else "first"
-        self.pushed: tuple[weakref.ref[Control], int] | None = None
-        """Which policy was pushed, and at which epoch of its weights."""
+        self.pushed: tuple[weakref.ref[Control], tuple[int, ...]] | None = None
+        """Which policy was pushed, and at which epoch of its weights on each rank."""
         self.fault: FaultedError | None = None
         self.pending = ""
         """Why a sleep was wanted that failed; the next entry on the device tries it again."""

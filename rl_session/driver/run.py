@@ -14,7 +14,6 @@ from rl_session.audit import AuditLog
 from rl_session.audit.events import Event
 from rl_session.config import Verify
 from rl_session.driver.arbiter import Arbiter
-from rl_session.driver.freshness import Freshness
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
@@ -55,7 +54,6 @@ class Run:
         self.timeout_seconds = timeout_seconds
         self.engines: list[EngineControl] = []
         """The external engines of the run."""
-        self.freshness = Freshness()
         self.step: int | None = None
         self.lock = threading.RLock()
         self._scope_ids = itertools.count(1)
