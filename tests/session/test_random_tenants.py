@@ -364,7 +364,7 @@ LENGTH = 40 if NIGHTLY else 20
 
 
 @settings(
-    max_examples=1500 if NIGHTLY else 15,
+    max_examples=1500 if NIGHTLY else 10,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
