@@ -126,7 +126,7 @@ def test_what_the_user_writes_between_the_turns_is_copied_and_no_more(start: Cal
 
 
 def _held(policy: Any) -> list[dict[str, Any]]:
-    return [holding._asdict() for holding in policy._control.holdings()]
+    return [holding._asdict() for holding in policy._control.seat.holdings()]
 
 
 def test_of_one_participant_the_clean_leaves_before_the_dirty(start: Callable[..., rs.Session]) -> None:
@@ -134,7 +134,7 @@ def test_of_one_participant_the_clean_leaves_before_the_dirty(start: Callable[..
     session = start()
     a, model = join(session, device, "a", 0)
     train(a)
-    a._control.evict(["params"], "test")
+    a._control.seat.evict(["params"], "test")
     read(a)
     assert {h["component"]: h["dirty_nbytes"] for h in _held(a)} == {"params": 0, "optimizer": 2 * ONE}
     copied = device.bytes_out
