@@ -1,4 +1,4 @@
-"""What migrated loops lean on: a refit as a block, around our calls or a legacy helper's; engines that rest awake; sharing again."""
+"""What migrated loops lean on: a refit as a block, around our calls or a legacy helper's; engines that rest awake."""
 
 from __future__ import annotations
 
