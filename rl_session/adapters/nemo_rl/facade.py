@@ -249,10 +249,11 @@ class PolicyScopes(_TrainerScopes):
         Args:
             acquire_timeout: Seconds to wait while another thread or task owns the object; None gives up at once.
         """
-        return self._refit_mode(acquire_timeout=acquire_timeout)
+        return LegacyScope(self, Mode.REFIT, "refit_mode()", acquire_timeout=acquire_timeout)
 
-    def _refit_mode(self, *, hold: bool = False, acquire_timeout: float | None = None) -> LegacyScope:
-        return LegacyScope(self, Mode.REFIT, "refit_mode()", acquire_timeout=acquire_timeout, hold=hold)
+    def _weights_in(self, *, hold: bool = False) -> LegacyScope:
+        """A scope with the parameters on the device, and everything else where it is."""
+        return LegacyScope(self, Mode.LOGPROB, "refit()", Wish(keep=True), hold=hold)
 
     @overload
     def refit(self, policy_generation: object) -> AbstractContextManager[None]: ...

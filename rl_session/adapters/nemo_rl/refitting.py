@@ -64,7 +64,7 @@ def _apart(policy: PolicyScopes) -> Iterator[None]:
     if rests_in or not policy.group.traits.weights_move:
         yield
         return
-    with policy.refit_mode():
+    with policy._weights_in():  # noqa: SLF001 (gradients and optimizer stay where they are: nobody needs their room)
         yield
 
 
@@ -78,7 +78,7 @@ def legacy_refitting(policy: PolicyScopes, engine: EngineScopes) -> Iterator[Non
     """
     for tenant in (policy, engine):
         _check_outside(tenant, "legacy_refit")
-    with policy._refit_mode(hold=True):  # noqa: SLF001 (the others leave, the parameters come in, and stay)
+    with policy._weights_in(hold=True):  # noqa: SLF001 (the others leave, the parameters come in, and stay)
         pass
     try:
         yield
