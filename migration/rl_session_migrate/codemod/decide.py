@@ -354,7 +354,7 @@ class _Decider:
         """Whether every use up to the next wake, sleep or push stands in a scope that wakes the engine by itself."""
         inside = {node for found in self.awake for node in found.uses}
         reach = walker.after(site.function, site, inside=inside)
-        return bool(reach.uses) and not reach.failures and not reach.leaves
+        return bool(reach.uses) and not (reach.failures or reach.leaves or reach.is_idle)
 
     # -- releases ------------------------------------------------------------------------------------------------
 

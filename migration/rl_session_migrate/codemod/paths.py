@@ -14,7 +14,7 @@ from rl_session_migrate.codemod.program import Doing, Event, Program, Spot, para
 from rl_session_migrate.flow import How, Part
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
-from rl_session_migrate.rules import Kind, Tenant
+from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Site
 
 __all__ = ["Failure", "Reach", "Walker", "reasons"]
@@ -41,17 +41,20 @@ class Reach:
         uses: Uses that are placed by scopes.
         failures: Uses that are not.
         leaves: Functions that a path leaves and that nobody in sight calls.
+        is_idle: Whether some path meets the next lifecycle call, or its end, and no use before it.
     """
 
     uses: dict[int, Event] = attrs.field(factory=dict)
     failures: list[Failure] = attrs.field(factory=list)
     leaves: list[Function] = attrs.field(factory=list)
+    is_idle: bool = False
 
 
 @attrs.frozen
 class _State:
     spot: Spot
     who: Identity
+    used: bool = False
 
 
 class Walker:
@@ -101,31 +104,37 @@ class Walker:
                 continue
             seen.add(state)
             spot = state.spot
-            if self._passes(state, tenant, reach, todo):
+            state = self._passes(state, tenant, reach, todo)
+            if state is not None:
                 graph = self._program.graph(spot.function)
                 if graph.nodes[spot.index].part is Part.EXIT:
-                    self._leave(spot.function, state.who, reach, todo)
+                    self._leave(spot.function, state, reach, todo)
                 # A call of our own that failed has undone itself: what follows an exception of it is not looked at.
                 edges = [edge for edge in graph.edges[spot.index] if not (spot.done and edge.how is How.EXCEPTION)]
                 todo += [
-                    _State(Spot(spot.function, edge.target), state.who) for edge in edges if edge.target != graph.raising
+                    _State(Spot(spot.function, edge.target), state.who, state.used)
+                    for edge in edges
+                    if edge.target != graph.raising
                 ]
 
-    def _passes(self, state: _State, tenant: Tenant, reach: Reach, todo: list[_State]) -> bool:
-        """Let the events of a node happen; whether the path goes on behind it."""
+    def _passes(self, state: _State, tenant: Tenant, reach: Reach, todo: list[_State]) -> _State | None:
+        """Let the events of a node happen; the state behind it, None where the path ends."""
         spot = state.spot
         for event in self._program.events(spot.function, spot.index)[spot.done :]:
             if id(event.node) in self._inside:
                 reach.uses[id(event.node)] = event
+                state = attrs.evolve(state, used=True)
             elif event.doing is Doing.YIELD:
-                self._leave(spot.function, state.who, reach, todo)
+                self._leave(spot.function, state, reach, todo)
             elif event.doing is Doing.CALL:
-                if self._descend(event, spot, state.who, todo):
-                    return False
+                if self._descend(event, state, todo):
+                    return None
             elif any(self._concerns(receiver, state.who, tenant) for receiver in event.receivers()):
                 if self._happens(event, reach):
-                    return False
-        return True
+                    reach.is_idle |= not state.used and event.doing is Doing.LIFECYCLE
+                    return None
+                state = attrs.evolve(state, used=True)
+        return state
 
     def _concerns(self, receiver: Receiver, who: Identity, tenant: Tenant) -> bool:
         return receiver.tenant is tenant and self._same(receiver.identity, who)
@@ -140,6 +149,8 @@ class Walker:
                     reach.failures.append(Failure(event, f"{site.method} is handed on at line {site.position.line}"))
                     return False
                 return not site.is_conditional and site.rule.kind is not Kind.NOOP
+            case Doing.USE if site is not None and self._is_mid_step(site):
+                return True
             case Doing.USE | Doing.REFIT:
                 why = self._judge(event)
                 if why:
@@ -159,11 +170,17 @@ class Walker:
                     reach.uses[id(event.node)] = event
         return False
 
+    def _is_mid_step(self, site: Site) -> bool:
+        """Whether a call works on a step that the same function must have begun before: no path gets here otherwise."""
+        if site.rule.kind is not Kind.STEP or site.rule.gate == "begin_step" or site.rule.api is not Api.LEGACY:
+            return False
+        return any(other.rule.gate == "begin_step" for other in self._program.module.sites_in(site.function))
+
     # -- calls and returns ---------------------------------------------------------------------------------------
 
-    def _descend(self, event: Event, spot: Spot, who: Identity, todo: list[_State]) -> bool:
+    def _descend(self, event: Event, state: _State, todo: list[_State]) -> bool:
         """Follow a call into a function of this module; what comes behind it is reached when that returns."""
-        target = event.callee
+        target, who, spot = event.callee, state.who, state.spot
         assert target is not None
         inner: list[Identity] = [
             Identity(target.name, name) for name, receiver in event.handed.items() if self._same(receiver.identity, who)
@@ -172,7 +189,8 @@ class Walker:
             inner = [who]
         if not inner and who.home == spot.function.name and spot.function in target.chain() and target is not spot.function:
             inner = [who]  # a function nested in the one whose name it is
-        todo += [_State(Spot(target, self._program.graph(target).entry), identity) for identity in inner]
+        entry = Spot(target, self._program.graph(target).entry)
+        todo += [_State(entry, identity, state.used) for identity in inner]
         return bool(inner)
 
     @staticmethod
@@ -182,8 +200,9 @@ class Walker:
             return True
         return any(function.name == who.home for function in target.chain())
 
-    def _leave(self, function: Function, who: Identity, reach: Reach, todo: list[_State]) -> None:
+    def _leave(self, function: Function, state: _State, reach: Reach, todo: list[_State]) -> None:
         """Go on behind every call of a function that a path leaves."""
+        who = state.who
         parameter = parameter_of(function, who)
         callers = self._program.callers(function)
         if not callers:
@@ -192,9 +211,9 @@ class Walker:
             if parameter is not None:
                 receiver = caller.event.handed.get(parameter)
                 if receiver is not None:
-                    todo += [_State(spot, receiver.identity) for spot in caller.spots]
+                    todo += [_State(spot, receiver.identity, state.used) for spot in caller.spots]
             elif who.home != function.name:
-                todo += [_State(spot, who) for spot in caller.spots]
+                todo += [_State(spot, who, state.used) for spot in caller.spots]
         if who.path.startswith("self."):
             self._other_methods(function, who, reach)
 
