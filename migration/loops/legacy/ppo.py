@@ -41,6 +41,7 @@ def ppo_train(
 
     if config.val_at_start:
         if NEED_REFIT and POLICY_GENERATION_STALE:
+            policy.prepare_for_lp_inference()
             refit_policy_generation(policy, policy_generation, colocated_inference)
             if not colocated_inference:
                 policy.offload_to_cpu()

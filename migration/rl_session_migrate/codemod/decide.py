@@ -89,6 +89,7 @@ class _Decider:
             self._refits()
             self._uses()
             self._prepares()
+            self._keep_buffers()
             self._engines()
             self._releases()
             self._wrap()
@@ -312,6 +313,27 @@ class _Decider:
                 if any(failure.event.doing is Doing.USE for failure in later.failures):
                     self.wants.pop(id(event.node))
                     self.bare[id(event.node)] = f"it runs between {site.method} at line {site.position.line}, which stays, and a call that relies on that"
+
+    def _keep_buffers(self) -> None:
+        """Inference that only ever ran on what ``prepare_for_training`` placed keeps gradients and optimizer where they are.
+
+        The legacy call did not move them, and with ``offload_optimizer_for_logprob`` a plain ``logprob_mode()`` would.
+        """
+        walker = Walker(self.program, self.groups.same, self._judge, self._hands)
+        reached: dict[int, set[str]] = {}
+        for site in self._sites():
+            if site.rule.kind in (Kind.PREPARE, Kind.OFFLOAD) and site.rule.tenant is Tenant.POLICY and site.shape.runs_here:
+                for node in walker.after(site.function, site).uses:
+                    reached.setdefault(node, set()).add(site.method)
+        for function in self.program.functions:
+            for event in self.program.all_events(function):
+                for receiver in event.receivers() if event.doing is Doing.REFIT else ():
+                    if receiver.tenant is Tenant.POLICY:
+                        for node in walker.behind(function, event.node, receiver).uses:
+                            reached.setdefault(node, set()).add("a push")
+        for node, want in self.wants.items():
+            if want.scope == "logprob_mode" and reached.get(node) == {"prepare_for_training"}:
+                self.wants[node] = attrs.evolve(want, arguments="keep_train_buffers=True")
 
     def _hands(self, event: Event) -> str:
         name = code(event.node.func) if isinstance(event.node, cst.Call) else "a function"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 
 import attrs
+import libcst as cst
 
 from rl_session_migrate.codemod.program import Doing, Event, Program, Spot, parameter_of
 from rl_session_migrate.flow import How, Part
@@ -88,11 +89,14 @@ class Walker:
             site: The call.
             inside: Nodes in statements that are placed as a whole: a call there is not followed.
         """
-        receiver = site.receiver
-        assert receiver is not None
-        reach = Reach()
+        assert site.receiver is not None
         self._inside = inside
-        todo = [_State(spot, receiver.identity) for spot in self._program.spots_behind(function, site.node)]
+        return self.behind(function, site.node, site.receiver)
+
+    def behind(self, function: Function, node: cst.CSTNode, receiver: Receiver) -> Reach:
+        """What follows a call, up to the next lifecycle call of a tenant."""
+        reach = Reach()
+        todo = [_State(spot, receiver.identity) for spot in self._program.spots_behind(function, node)]
         self._follow(todo, receiver.tenant, reach)
         return reach
 

@@ -32,11 +32,13 @@ class Want:
         identity: Whose.
         receiver: The expression to write.
         scope: The method that makes it: ``logprob_mode``.
+        arguments: What is passed to it.
     """
 
     identity: Identity
     receiver: str
     scope: str
+    arguments: str = ""
 
 
 @attrs.frozen
@@ -219,7 +221,7 @@ def _block_runs(program: Program, block: Block, chosen: dict[int, Want]) -> Iter
             inner = {id(event.node) for statement in wrapped for event in statement.head}
             for node in inner:
                 chosen.pop(node, None)  # inside this scope already
-            yield Run(block, item.first, item.last, f"scopes({item.want.receiver}).{item.want.scope}()", item.is_async)
+            yield Run(block, item.first, item.last, f"scopes({item.want.receiver}).{item.want.scope}({item.want.arguments})", item.is_async)
 
 
 def _items(block: Block, chosen: dict[int, Want]) -> Iterator[_Item]:
