@@ -13,7 +13,7 @@ import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Statement, blocks_of
 from rl_session_migrate.codemod.engines import AwakeRun, awake_runs, place_in, why_not_a_call
-from rl_session_migrate.codemod.paths import Reach, Walker, reasons
+from rl_session_migrate.codemod.paths import Reach, Walker, place, reasons
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.refits import Carrier, Sequence4, find_sequences, helper_run, is_covered, tags_of
 from rl_session_migrate.codemod.release import Releases
@@ -128,7 +128,7 @@ class _Decider:
         self.plan.runs.append(found.run)
         for site in found.sites:
             self.plan.remove[site] = "refit() of the push"
-        self.plan.empty += [place.statement.node for place in found.emptied]
+        self.plan.empty += [emptied.statement.node for emptied in found.emptied]
 
     def _keep_push(self, function: Function, start: Site, why: str) -> None:
         """Four calls that belong together stay together."""
@@ -190,7 +190,21 @@ class _Decider:
             else:
                 self.wants[id(site.node)] = want
 
+    def _is_async(self, site: Site) -> bool:
+        """Whether the lifecycle methods of a tenant are coroutines, which a scope would never await."""
+        assert site.receiver is not None
+        who = site.receiver.identity
+        return any(
+            other.shape is Shape.AWAITED
+            and other.rule.is_lifecycle
+            and other.receiver is not None
+            and self.groups.same(other.receiver.identity, who)
+            for other in self._sites()
+        )
+
     def _why_bare(self, site: Site) -> str:
+        if self._is_async(site):
+            return _COROUTINES
         if self._in_open_step(site):
             return "a train step stays open here between calls"
         if self.program.is_callback(site.function):
@@ -198,8 +212,8 @@ class _Decider:
         body = self.bodies.get(id(site.function))
         if body is None:
             return "it stands in a lambda"
-        place = place_of(self.program, body, site)
-        return place if isinstance(place, str) else ""
+        where = place_of(self.program, body, site)
+        return where if isinstance(where, str) else ""
 
     def _in_open_step(self, site: Site) -> bool:
         assert site.receiver is not None
@@ -222,17 +236,17 @@ class _Decider:
         """Why a use is not placed by a scope; "" if it is."""
         key = id(event.node)
         if event.doing is Doing.REFIT:
-            return self.refits.get(key, "") and f"the push of weights at line {self._line(event)} is not in a refit block"
+            return self.refits.get(key, "") and "the push of weights that follows is in no refit block"
         site = event.site
         assert site is not None
         if key in self.wants or self._is_covered(site):
             return ""
         if site.rule.kind is Kind.STEP:
-            return f"{site.method} at line {site.position.line} works on a train step that stays open between calls"
+            return f"{site.method} in {place(site.function)} works on a train step that stays open between calls"
         if site.rule.kind is Kind.TRANSFER or site.method == "prepare_refit_info":
             return self._judge_transfer(site)
         why = self.bare.get(key, "it is not in a scope")
-        return f"{site.method} at line {site.position.line} cannot go into a scope: {why}"
+        return f"{site.method} in {place(site.function)} cannot go into a scope: {why}"
 
     def _judge_transfer(self, site: Site) -> str:
         """Reading the weights is placed by a refit scope, which is written when a transition depends on it."""
@@ -240,11 +254,11 @@ class _Decider:
         if any(site in found.inside for found in self._sequences_of(site)):
             return ""
         if site.rule.kind is Kind.TRANSFER:
-            return f"the transfer at line {site.position.line} returns futures that may outlive any run of statements"
-        place = place_of(self.program, body, site) if body is not None else "it stands in a lambda"
+            return f"{site.method} in {place(site.function)} returns futures that may outlive any run of statements"
+        where = place_of(self.program, body, site) if body is not None else "it stands in a lambda"
         want = wanted(site)
-        if isinstance(place, str) or want is None:
-            return f"{site.method} at line {site.position.line} cannot go into a scope: {place}"
+        if isinstance(where, str) or want is None:
+            return f"{site.method} in {place(site.function)} cannot go into a scope: {where}"
         self.wants[id(site.node)] = want
         return ""
 
@@ -253,12 +267,6 @@ class _Decider:
         for run in self.plan.runs:
             inside = [e.site for s in run.block.statements[run.first : run.last + 1] for e in s.events()]
             yield _Inside(tuple(found for found in inside if found is not None))
-
-    @staticmethod
-    def _line(event: Event) -> int:
-        found = event.site or event.helper
-        assert found is not None
-        return found.position.line
 
     # -- prepares ------------------------------------------------------------------------------------------------
 
@@ -281,6 +289,8 @@ class _Decider:
                 self._remove_prepare(site, reached[site])
 
     def _why_kept(self, site: Site, reach: Reach) -> str:
+        if self._is_async(site):
+            return _COROUTINES
         if self._in_open_step(site):
             return "a train step stays open here between calls"
         if site.shape is not Shape.CALL:
@@ -312,7 +322,9 @@ class _Decider:
                 later = walker.after(event.site.function, event.site)
                 if any(failure.event.doing is Doing.USE for failure in later.failures):
                     self.wants.pop(id(event.node))
-                    self.bare[id(event.node)] = f"it runs between {site.method} at line {site.position.line}, which stays, and a call that relies on that"
+                    self.bare[id(event.node)] = (
+                        f"it runs between {site.method}, which stays, and a call that relies on that"
+                    )
 
     def _keep_buffers(self) -> None:
         """Inference that only ever ran on what ``prepare_for_training`` placed keeps gradients and optimizer where they are.
@@ -337,14 +349,14 @@ class _Decider:
 
     def _hands(self, event: Event) -> str:
         name = code(event.node.func) if isinstance(event.node, cst.Call) else "a function"
-        line = self.program.module.source.line(event.node)
-        return f"it is handed to {name}() at line {line}, which is not in sight"
+        return f"what it prepares is handed to {name}(), which is not in sight"
 
     # -- engines -------------------------------------------------------------------------------------------------
 
     def _engines(self) -> None:
         for body in self.bodies.values():
-            self.awake += [found for found in awake_runs(body) if found.sleep not in self.plan.left]
+            found_runs = [found for found in awake_runs(body) if found.sleep not in self.plan.left]
+            self.awake += [found for found in found_runs if not self._is_async(found.sleep)]
         outside = "it is used outside a scope"
         walker = Walker(
             self.program,
@@ -356,7 +368,7 @@ class _Decider:
             self.plan.runs.append(found.run)
             self.plan.remove[found.sleep] = "the end of awake()"
         for site in list(self._lifecycle(Tenant.ENGINE)):
-            why = why_not_a_call(site)
+            why = _COROUTINES if self._is_async(site) else why_not_a_call(site)
             if not why and self.program.is_callback(site.function):
                 why = "it stands in a callback: who runs it, and when, is not in sight"
             if why:
@@ -408,8 +420,8 @@ class _Decider:
 
     def _block_of(self, site: Site) -> Block | None:
         body = self.bodies.get(id(site.function))
-        place = place_in(body, site.node) if body is not None else None
-        return place.block if place is not None else None
+        where = place_in(body, site.node) if body is not None else None
+        return where.block if where is not None else None
 
     def _noop(self, site: Site) -> None:
         if site.shape is Shape.CALL and site.is_statement:
@@ -419,6 +431,8 @@ class _Decider:
 
     def _why_not_offload(self, site: Site) -> str:
         assert site.receiver is not None
+        if self._is_async(site):
+            return _COROUTINES
         if self._in_open_step(site):
             return "a train step stays open here between calls"
         if site.shape is not Shape.CALL:
@@ -513,6 +527,7 @@ class _Aliases:
         return one == other or self._root(one) == self._root(other)
 
 
+_COROUTINES = "its lifecycle methods are awaited, and a scope calls them without awaiting"
 _ROOM = "the scope that comes next makes room"
 
 

@@ -163,6 +163,11 @@ def _share(strokes: _Strokes, program: Program, function: Function, spelling: Sp
         strokes.before[body[first]].append(_share_line(spelling, names))
 
 
+def _makes_room(site: Site) -> bool:
+    """Whether a call enters a scope or moves a tenant through one: then it matters who shares the device."""
+    return site.receiver is not None and site.receiver.is_scopes and site.method != "forget"
+
+
 def _share_line(spelling: Spelling, names: list[str]) -> str:
     return f"{spelling.share}({', '.join(names)}, only_colocated=True)"
 
@@ -172,7 +177,7 @@ def _tenants(program: Program, function: Function) -> list[Receiver]:
     found: dict[str, Receiver] = {}
     for site in program.module.sites_in(function):
         receiver = site.receiver
-        if receiver is None or not receiver.is_scopes or not receiver.is_single or dotted(receiver.node) is None:
+        if not _makes_room(site) or receiver is None or not receiver.is_single or dotted(receiver.node) is None:
             continue
         found.setdefault(str(receiver), receiver)
         if site.rule.kind is Kind.REFIT and isinstance(site.node, cst.Call) and site.node.args:
@@ -184,7 +189,7 @@ def _tenants(program: Program, function: Function) -> list[Receiver]:
 
 def _first_scope(program: Program, function: Function, body: object) -> int | None:
     """The first statement that has a scope, or calls a function of this module that is handed a tenant."""
-    nodes = {site.node for site in program.module.sites_in(function) if site.receiver is not None and site.receiver.is_scopes}
+    nodes = {site.node for site in program.module.sites_in(function) if _makes_room(site)}
     if not nodes:
         return None
     calls = [event for event in program.all_events(function) if event.doing is Doing.CALL and event.handed]

@@ -14,7 +14,6 @@ _BUILTINS = frozenset(
 _LOOKERS = frozenset(
     {
         "cast",
-        "share",
         "maybe_gpu_profile_step",  # starts or stops a profiler
         "_initial_policy_generation_stale",
         "warn",

@@ -18,7 +18,7 @@ from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Site
 
-__all__ = ["Failure", "Reach", "Walker", "reasons"]
+__all__ = ["Failure", "Reach", "Walker", "place", "reasons"]
 
 
 @attrs.frozen(eq=False)
@@ -102,12 +102,16 @@ class Walker:
 
     def _follow(self, todo: list[_State], tenant: Tenant, reach: Reach) -> None:
         seen: set[_State] = set()
+        visited: set[tuple[int, Identity]] = set()
         while todo:
             state = todo.pop()
             if state in seen:
                 continue
             seen.add(state)
             spot = state.spot
+            if (id(spot.function), state.who) not in visited:
+                visited.add((id(spot.function), state.who))
+                self._callbacks(spot.function, state.who, reach)
             state = self._passes(state, tenant, reach, todo)
             if state is not None:
                 graph = self._program.graph(spot.function)
@@ -150,7 +154,7 @@ class Walker:
             case Doing.LIFECYCLE:
                 assert site is not None
                 if not site.shape.runs_here:
-                    reach.failures.append(Failure(event, f"{site.method} is handed on at line {site.position.line}"))
+                    reach.failures.append(Failure(event, f"{site.method} is passed as a value in {place(site.function)}"))
                     return False
                 return not site.is_conditional and site.rule.kind is not Kind.NOOP
             case Doing.USE if site is not None and self._is_mid_step(site):
@@ -224,13 +228,28 @@ class Walker:
     def _other_methods(self, function: Function, who: Identity, reach: Reach) -> None:
         """An attribute outlives the method: whatever a method of the class does may come next."""
         for other in self._program.functions:
-            if other is function or other.owner is None or other.owner.name != who.home:
-                continue
-            for event in self._program.all_events(other):
-                if event.doing is Doing.USE and any(self._same(r.identity, who) for r in event.receivers()):
-                    why = self._judge(event)
-                    if why:
-                        reach.failures.append(Failure(event, why))
+            if other is not function and other.owner is not None and other.owner.name == who.home:
+                self._anytime(other, who, reach)
+
+    def _callbacks(self, function: Function, who: Identity, reach: Reach) -> None:
+        """What a function hands on, defined inside it, may run whenever."""
+        for other in self._program.functions:
+            if other is not function and function in other.chain() and self._program.is_callback(other):
+                self._anytime(other, who, reach)
+
+    def _anytime(self, function: Function, who: Identity, reach: Reach) -> None:
+        for event in self._program.all_events(function):
+            if event.doing is Doing.USE and any(self._same(r.identity, who) for r in event.receivers()):
+                why = self._judge(event)
+                if why:
+                    reach.failures.append(Failure(event, why))
+                else:
+                    reach.uses[id(event.node)] = event
+
+
+def place(function: Function) -> str:
+    """A function, in words."""
+    return f"{function.name}()" if function.name and "<lambda>" not in function.name else "a lambda" if function.name else "the module"
 
 
 def reasons(failures: Iterable[Failure]) -> str:

@@ -19,7 +19,7 @@ from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Rule, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, tenants_handed_to
-from rl_session_migrate.tree import callee, children, dotted
+from rl_session_migrate.tree import children, dotted
 
 __all__ = ["Caller", "Doing", "Event", "Program", "Spot", "parameter_of"]
 
@@ -269,7 +269,7 @@ class _Calls:
             yield from self._make_call(node, function)
 
     def _make_call(self, node: cst.Call, function: Function) -> Iterator[Event]:
-        if callee(node) == "scopes" or is_harmless(node):
+        if is_harmless(node) or self.module.receivers.library_name(node.func, function) in ("scopes", "share"):
             return
         if _is_device_use(node):
             yield Event(Doing.DEVICE, node)
