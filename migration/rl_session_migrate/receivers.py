@@ -139,7 +139,6 @@ _CLASSES: Mapping[str, tuple[Tenant, Api | None]] = {
             "GenerationInterface",
             "LegacyGeneration",
             "VllmGeneration",
-            "VLLMGeneration",
             "SGLangGeneration",
             "MegatronGeneration",
             "TRTLLMGeneration",
@@ -438,8 +437,8 @@ class Receivers:
         root = full.partition(".")[0] if full else ""
         if root in _OURS and name == "Policy":
             return (Tenant.POLICY, Api.SCOPED)
-        if name in ("Policy", "Value") and root not in (*_ROOTS, "") and not full.startswith("."):  # type: ignore[union-attr]
-            return _NOT
+        if full is not None and root not in (*_ROOTS, ""):
+            return _NOT if name in ("Policy", "Value") or not self.speaks else known
         if name in ("Policy", "Value") and full is None and not self.speaks:
             return None
         return known
