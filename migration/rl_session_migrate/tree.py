@@ -120,12 +120,24 @@ def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """The nodes directly below, in the order of the source, without whitespace and punctuation."""
     for name in _fields_of(type(node)):
         value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
-            yield value
-        elif isinstance(value, (list, tuple)):
+        kind = type(value)
+        if kind is tuple or kind is list:
             for item in value:
-                if isinstance(item, cst.CSTNode):
+                if _is_node(type(item)):
                     yield item
+        elif _is_node(kind):
+            yield value
+
+
+_node_types: dict[type, bool] = {}
+
+
+def _is_node(kind: type) -> bool:
+    """Whether instances of a type are nodes. Asked for every field of every node, and slow to ask of an abstract class."""
+    found = _node_types.get(kind)
+    if found is None:
+        found = _node_types[kind] = issubclass(kind, cst.CSTNode)
+    return found
 
 
 def walk(node: cst.CSTNode, *, into_functions: bool = True) -> Iterator[cst.CSTNode]:

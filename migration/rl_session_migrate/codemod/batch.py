@@ -67,18 +67,19 @@ def migrate_file(path: Path, *, known: Sequence[Path] = (), names: Names | None 
     num_lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
     try:
         result = rewrite(data, str(path), names=names, resolve=lambda name: lookup.carries(path, name))
+    except SyntaxError as error:
+        where = f"line {error.lineno}, column {error.offset}: " if error.lineno is not None else ""
+        why = f"{where}no Python: {error.msg}"
+        return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
     except cst.ParserSyntaxError as error:
         first = str(error.message).splitlines()[0]
         why = f"line {error.raw_line}, column {error.raw_column + 1}: no Python: {first}"
         return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
-    except (UnicodeDecodeError, LookupError) as error:
-        why = f"not in the encoding it claims: {error}"
-        return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
     except RecursionError:
         why = "nested too deeply"
         return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
-    except Exception as error:
-        why = f"left as it is after an error in the codemod: {type(error).__name__}: {error}"
+    except Exception as error:  # ValueError of the compiler (null bytes) among them
+        why = f"left as it is: {type(error).__name__}: {error}"
         return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
     status = FileStatus.REWRITTEN if result.changed else FileStatus.UNCHANGED
     return FileResult(path=path, status=status, result=result, num_lines=num_lines)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.decide import Found, Plan
+from rl_session_migrate.codemod.decide import Plan
 from rl_session_migrate.codemod.edits import comment_line, line_of
 from rl_session_migrate.codemod.program import Doing, Program
 from rl_session_migrate.codemod.scoping import is_pure
@@ -63,11 +63,11 @@ def finish(program: Program, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNo
     """
     strokes = _Strokes()
     for site, why in plan.left.items():
-        statement = _statement_of(site, parents)
+        statement = _statement_of(site.node, parents)
         if statement is not None:
             _explain(strokes, statement, why)
-    for site in _moved_by_hand(program, plan):
-        _forget(strokes, site, parents, spelling)
+    for receiver, node in (*_moved_by_hand(program, plan), *_handed_on(program)):
+        _forget(strokes, receiver, _statement_of(node, parents), parents, spelling)
     for function in program.functions:
         _share(strokes, program, function, spelling)
     module = program.module.source.module
@@ -81,9 +81,9 @@ def finish(program: Program, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNo
 # -- why something stays -------------------------------------------------------------------------------------------
 
 
-def _statement_of(site: Found, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> cst.CSTNode | None:
-    """The line or compound statement that a site stands in."""
-    here: cst.CSTNode | None = site.node
+def _statement_of(node: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> cst.CSTNode | None:
+    """The line or compound statement that something stands in."""
+    here: cst.CSTNode | None = node
     while here is not None:
         above = parents.get(here)
         if isinstance(above, (cst.IndentedBlock, cst.Module)) and here in above.body:
@@ -103,7 +103,7 @@ def _explain(strokes: _Strokes, statement: cst.CSTNode, why: str) -> None:
 # -- what is moved behind the scopes' back -------------------------------------------------------------------------
 
 
-def _moved_by_hand(program: Program, plan: Plan) -> Iterator[Site]:
+def _moved_by_hand(program: Program, plan: Plan) -> Iterator[tuple[Receiver, cst.CSTNode]]:
     """Transitions that stay, of tenants that scopes know."""
     known = {
         (site.receiver.tenant, site.receiver.identity.path)
@@ -116,18 +116,34 @@ def _moved_by_hand(program: Program, plan: Plan) -> Iterator[Site]:
         if site.function.simple_name in HELPERS or not site.rule.is_lifecycle or site.rule.kind is Kind.NOOP:
             continue  # a helper's callers know what it leaves behind
         if (site.receiver.tenant, site.receiver.identity.path) in known and is_pure(site.receiver):
-            yield site
+            yield site.receiver, site.node
+
+
+def _handed_on(program: Program) -> Iterator[tuple[Receiver, cst.CSTNode]]:
+    """Policies and values that scopes know and a function gets that is not in sight: it may move them.
+
+    An engine is handed to every rollout, which uses it as it finds it.
+    """
+    for function in program.functions:
+        known = {str(tenant) for tenant in _tenants(program, function)}
+        for event in program.all_events(function):
+            for receiver in event.handed.values() if event.doing is Doing.HANDED else ():
+                if receiver.tenant is not Tenant.ENGINE and str(receiver) in known:
+                    yield receiver, event.node
 
 
 def _forget(
-    strokes: _Strokes, site: Site, parents: Mapping[cst.CSTNode, cst.CSTNode], spelling: Spelling
+    strokes: _Strokes,
+    receiver: Receiver,
+    statement: cst.CSTNode | None,
+    parents: Mapping[cst.CSTNode, cst.CSTNode],
+    spelling: Spelling,
 ) -> None:
-    statement = _statement_of(site, parents)
     if not isinstance(statement, cst.SimpleStatementLine):
         return
     if any(isinstance(small, (cst.Return, cst.Raise)) for small in statement.body):
         return
-    text = f"{spelling.scopes}({site.receiver}).forget()"
+    text = f"{spelling.scopes}({receiver}).forget()"
     block = parents[statement]
     assert isinstance(block, (cst.IndentedBlock, cst.Module))
     index = list(block.body).index(statement)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import warnings
 from collections.abc import Callable
 from enum import StrEnum
 
@@ -123,16 +124,18 @@ def rewrite(
         resolve: Asked about refit helpers that are imported.
 
     Raises:
-        libcst.ParserSyntaxError: It is no Python.
-        UnicodeDecodeError: It is not in the encoding it claims.
+        SyntaxError: It is no Python, or not in the encoding it claims.
+        libcst.ParserSyntaxError: It is no Python that can be rewritten.
     """
     if not could_matter(data):
+        _check_syntax(data)
         return Rewritten(before=data, after=data)
     bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+    _check_syntax(data)
     worker = _Rewriter(data.removeprefix(bom), path, names, resolve)
     worker.run()
     after = bom + worker.data
-    ast.parse(after)  # what does not compile never leaves here
+    _check_syntax(after)  # what does not compile never leaves here
     return Rewritten(
         before=data,
         after=after,
@@ -141,6 +144,17 @@ def rewrite(
         carriers=worker.carriers,
         num_passes=worker.num_passes,
     )
+
+
+def _check_syntax(data: bytes) -> None:
+    """Raise what the compiler has against a module.
+
+    Raises:
+        SyntaxError: It is no Python, or not in the encoding it claims.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an odd escape in somebody's string is not our business
+        ast.parse(data)
 
 
 class _Rewriter:

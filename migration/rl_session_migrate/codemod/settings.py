@@ -8,11 +8,12 @@ from pathlib import Path
 import attrs
 
 from rl_session.errors import ConfigError
+from rl_session_migrate.lint.config import load_config
 from rl_session_migrate.receivers import Names
 
 __all__ = ["Settings", "read_settings"]
 
-_LISTS = ("policies", "values", "engines", "ignore", "exclude")
+_KNOWN = ("policies", "values", "engines", "ignore-names", "exclude")
 
 
 @attrs.frozen
@@ -29,32 +30,29 @@ class Settings:
 
 
 def read_settings(start: Path) -> Settings:
-    """The settings of the project that a path belongs to: of the nearest ``pyproject.toml`` above it.
+    """The settings of the project that a path belongs to: of the nearest ``pyproject.toml`` above it that has some.
 
     Raises:
         ConfigError: The file is no TOML, or the table says something unknown.
     """
+    names = load_config(start).names  # reads the same table, and refuses what is no TOML
     here = start.resolve()
     for folder in [here, *here.parents]:
         file = folder / "pyproject.toml"
         if file.is_file():
-            return _parse(file)
-    return Settings()
+            tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("rl-session", {})
+            if "migrate" in tool or "lint" in tool:
+                return Settings(names, _exclude(tool.get("migrate", {}), file))
+    return Settings(names)
 
 
-def _parse(file: Path) -> Settings:
-    try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: no TOML", (str(error),), "repair the file") from error
-    table = document.get("tool", {}).get("rl-session", {}).get("migrate", {})
-    for key, value in table.items():
-        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        if key not in _LISTS or not is_list:
-            raise ConfigError(
-                f"{file}: [tool.rl-session.migrate] {key} = {value!r} is not known, or no list of strings",
-                (f"known: {', '.join(_LISTS)}",),
-                '[tool.rl-session.migrate]\npolicies = ["learner"]',
-            )
-    names = {key: frozenset(table.get(key, ())) for key in ("policies", "values", "engines", "ignore")}
-    return Settings(Names(**names), tuple(table.get("exclude", ())))
+def _exclude(table: dict[str, object], file: Path) -> tuple[str, ...]:
+    unknown = sorted(set(table) - set(_KNOWN))
+    patterns = table.get("exclude", [])
+    if unknown or not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(
+            f"reading {file}: [tool.rl-session.migrate]",
+            (f"no such key: {', '.join(unknown)}" if unknown else f"exclude is {patterns!r}",),
+            f"one of {', '.join(_KNOWN)}, each a list of strings",
+        )
+    return tuple(patterns)
