@@ -22,7 +22,7 @@ from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Shape, Site
-from rl_session_migrate.tree import code, dotted
+from rl_session_migrate.tree import code, dotted, walk
 
 __all__ = ["Plan", "decide"]
 
@@ -96,7 +96,10 @@ class _Decider:
 
     def _has_work(self) -> bool:
         """Whether the module moves anything by hand: otherwise its computing calls are somebody else's business."""
-        legacy = any(site.rule.is_lifecycle and site.rule.api is Api.LEGACY for site in self._sites())
+        legacy = any(
+            (site.rule.is_lifecycle or site.rule.kind is Kind.REFIT) and site.rule.api is Api.LEGACY
+            for site in self._sites()
+        )
         return legacy or any(True for _ in self.program.module.helpers)
 
     def _sites(self) -> Iterator[Site]:
@@ -299,11 +302,23 @@ class _Decider:
             return "it stands in a callback: who runs it, and when, is not in sight"
         if not site.is_statement or site.is_conditional:
             return "its statement does more than call it"
+        if self._is_guarded(site, reach):
+            return "a handler around it deals with its failure"
         if reach.failures:
             return reasons(reach.failures)
         if not reach.uses and reach.leaves:
             return "nothing in sight uses what it prepares"
         return ""
+
+    @staticmethod
+    def _is_guarded(site: Site, reach: Reach) -> bool:
+        """Whether a ``try`` catches the failure of a transition, and what would fail in its place stands outside."""
+        for parent, below in zip(site.parents, site.parents[1:], strict=False):
+            if isinstance(parent, (cst.Try, cst.TryStar)) and below is parent.body and parent.handlers:
+                inside = {id(node) for node in walk(parent.body)}
+                if not any(node in inside for node in reach.uses):
+                    return True
+        return False
 
     def _remove_prepare(self, site: Site, reach: Reach) -> None:
         self.plan.remove[site] = _covering(reach) or "nothing uses what it prepares before the next transition"
@@ -388,6 +403,8 @@ class _Decider:
         """Whether every use up to the next wake, sleep or push stands in a scope that wakes the engine by itself."""
         inside = {node for found in self.awake for node in found.uses}
         reach = walker.after(site.function, site, inside=inside)
+        if self._is_guarded(site, reach):
+            return False
         return bool(reach.uses) and not (reach.failures or reach.leaves or reach.is_idle)
 
     # -- releases ------------------------------------------------------------------------------------------------

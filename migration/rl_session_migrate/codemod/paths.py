@@ -17,6 +17,7 @@ from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Site
+from rl_session_migrate.tree import callee
 
 __all__ = ["Failure", "Reach", "Walker", "place", "reasons"]
 
@@ -117,8 +118,9 @@ class Walker:
                 graph = self._program.graph(spot.function)
                 if graph.nodes[spot.index].part is Part.EXIT:
                     self._leave(spot.function, state, reach, todo)
-                # A call of our own that failed has undone itself: what follows an exception of it is not looked at.
-                edges = [edge for edge in graph.edges[spot.index] if not (spot.done and edge.how is How.EXCEPTION)]
+                # A transition that failed, and a line of our own, lead to no use by their exceptions.
+                quiet = bool(spot.done) or is_our_line(graph.nodes[spot.index].ast)
+                edges = [edge for edge in graph.edges[spot.index] if not (quiet and edge.how is How.EXCEPTION)]
                 todo += [
                     _State(Spot(spot.function, edge.target), state.who, state.used)
                     for edge in edges
@@ -250,6 +252,11 @@ class Walker:
 def place(function: Function) -> str:
     """A function, in words."""
     return f"{function.name}()" if function.name and "<lambda>" not in function.name else "a lambda" if function.name else "the module"
+
+
+def is_our_line(node: cst.CSTNode | None) -> bool:
+    """Whether a statement is ``scopes(x).forget()`` or ``share(...)``: neither does anything to a device."""
+    return isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and callee(node.value) in ("forget", "share", "rl_share")
 
 
 def reasons(failures: Iterable[Failure]) -> str:

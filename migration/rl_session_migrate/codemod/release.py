@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from rl_session_migrate.codemod.paths import is_our_line
 from rl_session_migrate.codemod.program import Doing, Event, Program, Spot
 from rl_session_migrate.flow import How, Part
 from rl_session_migrate.rules import Api, Kind
@@ -53,10 +54,11 @@ class Releases:
             graph = self._program.graph(spot.function)
             if graph.nodes[spot.index].part is Part.EXIT:
                 return False  # a caller may share the device with others
+            quiet = bool(spot.done) or is_our_line(graph.nodes[spot.index].ast)
             todo += [
                 Spot(spot.function, edge.target)
                 for edge in graph.edges[spot.index]
-                if edge.target != graph.raising and not (spot.done and edge.how is How.EXCEPTION)
+                if edge.target != graph.raising and not (quiet and edge.how is How.EXCEPTION)
             ]
         return met
 

@@ -135,6 +135,8 @@ def rewrite(
     worker = _Rewriter(data.removeprefix(bom), path, names, resolve)
     worker.run()
     after = bom + worker.data
+    if data.endswith(b"\r") and not after.endswith(b"\r"):
+        after += b"\r"  # the parser does not see a carriage return alone as the end of the last line
     _check_syntax(after)  # what does not compile never leaves here
     return Rewritten(
         before=data,
@@ -338,5 +340,5 @@ def _advice(site: Found) -> str:
         return "open the scope where the thread runs, or `async with` it around the awaited compute call"
     if site.shape in (Shape.VALUE, Shape.STRING):
         return "make the call in a function of your own, and open the scope there"
-    return site.rule.write.format(str(site.receiver)) + "  # around what relies on it"
+    return site.rule.write.format(str(site.receiver), "policy_generation") + "  # around what relies on it"
 
