@@ -38,14 +38,14 @@ EPILOG = (
 
 def migrate(
     paths: Annotated[list[Path], typer.Argument(metavar="PATHS", help="Files and folders.")],
-    write: Annotated[bool, typer.Option("--write", "-w", help="Write the files; without it nothing is changed.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", "-w", help="Write the files; without it nothing is changed.")
+    ] = False,
     diff: Annotated[bool, typer.Option("--diff", "-d", help="Print the changes as a unified diff.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every site, with what became of it, as JSON.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a file would change or a site stays.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a file would change or a site stays.")] = False,
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Leave out files and folders. May be given again.")
     ] = None,
@@ -115,9 +115,12 @@ def _write(result: FileResult) -> tuple[Path, str] | None:
 
 def _diff(result: FileResult) -> str:
     assert result.result is not None
-    sides = [data.decode("utf-8", errors="replace").splitlines(keepends=True) for data in (result.result.before, result.result.after)]
+    before, after = (
+        data.decode("utf-8", errors="replace").splitlines(keepends=True)
+        for data in (result.result.before, result.result.after)
+    )
     name = result.path.as_posix()
-    lines = difflib.unified_diff(*sides, fromfile=f"a/{name}", tofile=f"b/{name}")
+    lines = difflib.unified_diff(before, after, fromfile=f"a/{name}", tofile=f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
@@ -133,7 +136,13 @@ def _progress(num_files: int, *, quiet: bool) -> Iterator[Callable[[Any], None]]
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("migrating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[path]}"))
+    columns = (
+        TextColumn("migrating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[path]}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=num_files, path="")
         yield lambda result: progress.update(task, advance=1, path=str(result.path))
@@ -143,7 +152,9 @@ def _summary(results: Sequence[FileResult], counted: Totals, seconds: float, *, 
     rewritten, failed = counted.files["rewritten"], counted.files["failed"]
     verb = "rewritten" if written else "to rewrite (nothing written; --write does)"
     speed = f"{counted.num_lines / seconds:,.0f} lines/s" if seconds > 0 else ""
-    typer.echo(f"{len(results)} files, {counted.num_lines:,} lines in {seconds:.1f} s ({speed}): {rewritten} {verb}, {failed} failed")
+    typer.echo(
+        f"{len(results)} files, {counted.num_lines:,} lines in {seconds:.1f} s ({speed}): {rewritten} {verb}, {failed} failed"
+    )
     typer.echo(_line("policy and value sites", counted.trainers))
     typer.echo(_line("engine sites", counted.engines))
     for result in results:

@@ -103,7 +103,10 @@ def test_a_scoped_loop_measures_bit_for_bit_what_the_legacy_one_does(
     assert any("loss" in entry for entry in found[0]) or config.stop_at_validation is not None
     assert scoped.generation.num_pushes == legacy.generation.num_pushes
     assert len(scoped.lifecycle()) <= len(legacy.lifecycle()) + 4  # where everything is has to be found out once
-    files = [sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*") if p.is_file()) for f in ("legacy", "scoped")]
+    files = [
+        sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*") if p.is_file())
+        for f in ("legacy", "scoped")
+    ]
     assert files[0] == files[1]
     for file in files[0]:
         assert (tmp_path / "scoped" / file).read_bytes() == (tmp_path / "legacy" / file).read_bytes()

@@ -67,7 +67,13 @@ def test_the_mode_of_inference(call: str, scope: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["policy.train(b, f)", "policy.train(b, f, eval_mode=True)", "policy.train_from_meta(b)", "policy.save_checkpoint(b)"]
+    "call",
+    [
+        "policy.train(b, f)",
+        "policy.train(b, f, eval_mode=True)",
+        "policy.train_from_meta(b)",
+        "policy.save_checkpoint(b)",
+    ],
 )
 def test_what_needs_the_whole_policy(call: str) -> None:
     check(

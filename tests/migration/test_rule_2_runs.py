@@ -119,7 +119,17 @@ def test_calls_of_different_modes_have_different_scopes() -> None:
 def test_a_scope_goes_inside_a_condition() -> None:
     check(
         lines(LP, "if batch:", f"    {A}", "else:", "    a = 0", "if a:", f"    {B}"),
-        lines(SHARE, "if batch:", f"    {SCOPE}", f"        {A}", "else:", "    a = 0", "if a:", f"    {SCOPE}", f"        {B}"),
+        lines(
+            SHARE,
+            "if batch:",
+            f"    {SCOPE}",
+            f"        {A}",
+            "else:",
+            "    a = 0",
+            "if a:",
+            f"    {SCOPE}",
+            f"        {B}",
+        ),
     )
 
 

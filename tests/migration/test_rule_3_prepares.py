@@ -1,4 +1,4 @@
-"""A prepare goes only when everything it served is in scopes: on every path, and in every caller when its effect leaves the function."""
+"""A prepare goes only when everything it served is in scopes: on every path, and in every caller that its effect reaches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from rewriting import check, kept, migrated, rewritten
 
 
 def test_nothing_happens_to_a_prepare_that_nobody_in_sight_relies_on() -> None:
-    kept("def ready(policy):\n    policy.prepare_for_training()\n", "nothing in sight uses what it prepares", changed=False)
+    kept(
+        "def ready(policy):\n    policy.prepare_for_training()\n",
+        "nothing in sight uses what it prepares",
+        changed=False,
+    )
 
 
 def test_a_prepare_before_a_loop_goes() -> None:

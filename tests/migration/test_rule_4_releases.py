@@ -10,7 +10,9 @@ def test_nothing_happens_to_a_release_whose_call_is_passed_on() -> None:
     kept("def f(policy, later):\n    later(policy.offload_to_cpu)\n", "the method is passed as a value", changed=False)
 
 
-@pytest.mark.parametrize("method", ["offload_to_cpu", "offload_after_refit", "offload_before_refit", "finish_inference"])
+@pytest.mark.parametrize(
+    "method", ["offload_to_cpu", "offload_after_refit", "offload_before_refit", "finish_inference"]
+)
 def test_a_release_becomes_an_offload(method: str) -> None:
     check(
         f"def f(policy):\n    policy.{method}()  # make room\n",
@@ -24,7 +26,10 @@ def test_a_critic_releases_by_two_names_and_a_policy_by_one_that_does_nothing() 
         "def f(value_model):\n    share(value_model, only_colocated=True)\n"
         "    scopes(value_model).offload()\n    scopes(value_model).offload()\n",
     )
-    check("def f(policy):\n    x = 1\n    policy.finish_training()\n    return x\n", "def f(policy):\n    x = 1\n    return x\n")
+    check(
+        "def f(policy):\n    x = 1\n    policy.finish_training()\n    return x\n",
+        "def f(policy):\n    x = 1\n    return x\n",
+    )
 
 
 def test_a_release_before_a_scope_of_a_tenant_that_shares_goes() -> None:
@@ -131,7 +136,10 @@ def test_a_release_that_is_all_of_a_block_stays_as_a_call() -> None:
                 policy.train(x, None)
         """
     ).after.decode()
-    assert "        if colocated:\n            scopes(policy).offload()  # room for the engine\n        with scopes(policy_generation)" in text
+    assert (
+        "        if colocated:\n            scopes(policy).offload()  # room for the engine\n        with scopes(policy_generation)"
+        in text
+    )
 
 
 def test_a_release_on_only_some_paths_keeps_its_condition() -> None:

@@ -94,7 +94,9 @@ def test_a_wake_with_a_use_on_some_paths_only_keeps_its_place() -> None:
             policy_generation.finish_generation()
         """
     ).after.decode()
-    assert "    scopes(policy_generation).wake()\n    if batch:\n        with scopes(policy_generation).awake():" in text
+    assert (
+        "    scopes(policy_generation).wake()\n    if batch:\n        with scopes(policy_generation).awake():" in text
+    )
     assert "    scopes(policy_generation).sleep()\n" in text
 
 

@@ -32,23 +32,37 @@ OPEN_STEP = """
     [
         (OPEN_STEP, "a train step stays open here between calls", "to_thread"),
         (
-            "def f(policy, chunks):\n    policy.prepare_for_training()\n    policy.begin_train_step(None)\n"
-            "    for c in chunks:\n        policy.train_microbatches_from_meta(c)\n    policy.finish_train_step()\n",
+            (
+                "def f(policy, chunks):\n    policy.prepare_for_training()\n    policy.begin_train_step(None)\n"
+                "    for c in chunks:\n        policy.train_microbatches_from_meta(c)\n    policy.finish_train_step()\n"
+            ),
             "a train step stays open here between calls",
             "call",
         ),
         ("def f(policy):\n    save(wait_fn=policy.offload_to_cpu)\n", "passed as a value: who calls it", "value"),
-        ("def f(policy, pool):\n    pool.submit(policy.offload_to_cpu)\n", "runs in another thread or task", "submitted"),
+        (
+            "def f(policy, pool):\n    pool.submit(policy.offload_to_cpu)\n",
+            "runs in another thread or task",
+            "submitted",
+        ),
         (
             "async def f(policy):\n    await asyncio.to_thread(policy.offload_to_cpu)\n",
             "passed as a value and runs in a thread",
             "to_thread",
         ),
-        ("import nemo_rl\ndef f(policy):\n    policy.run_all_workers_single_data('offload_to_cpu')\n", "named in a string", "string"),
+        (
+            "import nemo_rl\ndef f(policy):\n    policy.run_all_workers_single_data('offload_to_cpu')\n",
+            "named in a string",
+            "string",
+        ),
         ("import nemo_rl\ndef f(policy):\n    getattr(policy, 'offload_to_cpu')()\n", "named in a string", "string"),
         ("def f(policy):\n    later(lambda: policy.offload_to_cpu())\n", "callback", "call"),
         ("async def f(policy):\n    await policy.offload_to_cpu()\n", "lifecycle methods are awaited", "awaited"),
-        ("import nemo_rl\ndef f(policies, i):\n    policies[i + 1].offload_to_cpu()\n", "no name that can be written a second time", "call"),
+        (
+            "import nemo_rl\ndef f(policies, i):\n    policies[i + 1].offload_to_cpu()\n",
+            "no name that can be written a second time",
+            "call",
+        ),
         ("def f(policy):\n    x = policy.offload_to_cpu()\n", "its statement does more than call it", "call"),
     ],
 )

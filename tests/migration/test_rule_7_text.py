@@ -122,7 +122,9 @@ def test_tabs_are_kept() -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "utf-8-sig"])
 def test_encodings_are_kept(encoding: str) -> None:
     cookie = "# -*- coding: latin-1 -*-\n" if encoding == "latin-1" else ""
-    before = (cookie + "def f(policy, b):\n    policy.prepare_for_training()\n    policy.train(b, 'é')  # ü\n").encode(encoding)
+    before = (cookie + "def f(policy, b):\n    policy.prepare_for_training()\n    policy.train(b, 'é')  # ü\n").encode(
+        encoding
+    )
     after = rewrite(before).after
     assert "    policy.train(b, 'é')  # ü\n" in after.decode(encoding)
     assert after.startswith(b"\xef\xbb\xbf") == (encoding == "utf-8-sig")
@@ -132,7 +134,9 @@ def test_a_file_without_a_last_newline() -> None:
     assert rewrite(b"def f(policy):\n    policy.offload_to_cpu()").after.endswith(b"\n    scopes(policy).offload()")
 
 
-@pytest.mark.parametrize("bad", [b"def f(:\n    policy.prepare_for_training()\n", b"\xff\xfe prepare_for_training", b"x = '\\x00'\0"])
+@pytest.mark.parametrize(
+    "bad", [b"def f(:\n    policy.prepare_for_training()\n", b"\xff\xfe prepare_for_training", b"x = '\\x00'\0"]
+)
 def test_what_is_no_python_is_an_error(bad: bytes) -> None:
     with pytest.raises((SyntaxError, ValueError)):
         rewrite(bad)
@@ -187,7 +191,9 @@ def indented(text: str) -> str:
 def blocks(statement: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     body = st.lists(statement, min_size=1, max_size=4).map("\n".join)
     two = st.tuples(body, body)
-    loop_body = st.tuples(body, st.sampled_from(["", *IN_LOOPS])).map(lambda parts: "\n".join(part for part in parts if part))
+    loop_body = st.tuples(body, st.sampled_from(["", *IN_LOOPS])).map(
+        lambda parts: "\n".join(part for part in parts if part)
+    )
     return st.one_of(
         body.map(lambda b: f"if x:\n{indented(b)}"),
         two.map(lambda b: f"if x:\n{indented(b[0])}\nelse:\n{indented(b[1])}"),
@@ -198,7 +204,9 @@ def blocks(statement: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         two.map(lambda b: f"try:\n{indented(b[0])}\nexcept ValueError:\n{indented(b[1])}"),
         two.map(lambda b: f"try:\n{indented(b[0])}\nfinally:\n{indented(b[1])}"),
         body.map(lambda b: f"def inner():\n{indented(b)}\ninner()"),
-        two.map(lambda b: f"match x:\n    case 1:\n{indented(indented(b[0]))}\n    case _:\n{indented(indented(b[1]))}"),
+        two.map(
+            lambda b: f"match x:\n    case 1:\n{indented(indented(b[0]))}\n    case _:\n{indented(indented(b[1]))}"
+        ),
     )
 
 

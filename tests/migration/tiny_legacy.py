@@ -1,7 +1,7 @@
 """The model of the legacy objects with a real, tiny language model inside: a table of next-token logits.
 
-Lifecycle effects and failures are those of ``legacy_model``; what is computed is computed, so that two runs can be compared bit for
-bit. Knows nothing of ``rl_session``.
+Lifecycle effects and failures are those of ``legacy_model``; what is computed is computed, so that two runs can be compared
+bit for bit. Knows nothing of ``rl_session``.
 """
 
 from __future__ import annotations

@@ -29,10 +29,7 @@ def refit_policy_generation(
         timer_context = timer.time("prepare_for_generation/transfer") if timer is not None else nullcontext()
         with timer_context:
             if not push_weights(policy, policy_generation):
-                raise RuntimeError(
-                    "the engine did not take the weights\n"
-                    "see the log of its workers"
-                )
+                raise RuntimeError("the engine did not take the weights\nsee the log of its workers")
 
     return {}
 
@@ -119,9 +116,7 @@ def grpo_train(
             with timer.time("policy_and_reference_logprobs"):
                 if not skip_prev:
                     with scopes(policy).logprob_mode():
-                        train_data["prev_logprobs"] = policy.get_logprobs(
-                            train_data, timer=timer
-                        )["logprobs"]
+                        train_data["prev_logprobs"] = policy.get_logprobs(train_data, timer=timer)["logprobs"]
                 else:
                     train_data["prev_logprobs"] = torch.zeros_like(train_data["generation_logprobs"])
                 if not skip_ref:

@@ -123,7 +123,7 @@ class _Builder:
                 yield from self._program.events_of(ast, self._function)
 
 
-def _pieces(node: cst.CSTNode) -> Iterator[Node]:
+def _pieces(node: cst.CSTNode) -> Iterator[Node]:  # noqa: C901, PLR0912 (one arm a kind of statement)
     """What a statement evaluates by itself, in order."""
     match node:
         case cst.SimpleStatementLine():
@@ -162,7 +162,9 @@ def _suites(node: cst.CSTNode) -> Iterator[Suite]:
         match child:
             case cst.IndentedBlock() | cst.SimpleStatementSuite():
                 yield child
-            case cst.If() | cst.Else() | cst.Finally() | cst.ExceptHandler() | cst.ExceptStarHandler() | cst.MatchCase():
+            case (
+                cst.If() | cst.Else() | cst.Finally() | cst.ExceptHandler() | cst.ExceptStarHandler() | cst.MatchCase()
+            ):
                 yield from _suites(child)
 
 
@@ -171,7 +173,15 @@ def bound_paths(node: cst.CSTNode) -> frozenset[str]:
     found: set[str] = set()
     for here in walk(node, into_functions=False):
         match here:
-            case cst.AssignTarget() | cst.AnnAssign() | cst.AugAssign() | cst.NamedExpr() | cst.For() | cst.CompFor() | cst.Del():
+            case (
+                cst.AssignTarget()
+                | cst.AnnAssign()
+                | cst.AugAssign()
+                | cst.NamedExpr()
+                | cst.For()
+                | cst.CompFor()
+                | cst.Del()
+            ):
                 found |= _targets(here.target)
             case cst.AsName():
                 found |= _targets(here.name)

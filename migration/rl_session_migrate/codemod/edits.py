@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Suite
-from rl_session_migrate.codemod.decide import Plan
+from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.scoping import Run
 
 __all__ = ["apply", "comment_line", "line_of"]
@@ -65,7 +65,7 @@ class _Editor(cst.CSTTransformer):
         super().__init__()
         self._touched = touched
         self._removed = {site.node for site in plan.remove}
-        self._replaced = {site.node: text for site, text in plan.replace.items()}
+        self._replaced: dict[cst.CSTNode, str] = {site.node: text for site, text in plan.replace.items()}
         self._emptied = set(plan.empty)
         self._runs: dict[cst.CSTNode, list[Run]] = defaultdict(list)
         for run in plan.runs:
@@ -107,10 +107,14 @@ class _Editor(cst.CSTTransformer):
             return updated.with_changes(body=kept or [cst.Pass()])
         lines: list[Line | None] = [cst.SimpleStatementLine([_alone(small)]) for small in kept]
         body, _ = self._wrapped(runs, lines) if len(kept) == len(original.body) else ([_with(runs[0], lines)], [])
-        header = cst.TrailingWhitespace(whitespace=updated.trailing_whitespace.whitespace, comment=updated.trailing_whitespace.comment)
+        header = cst.TrailingWhitespace(
+            whitespace=updated.trailing_whitespace.whitespace, comment=updated.trailing_whitespace.comment
+        )
         return cst.IndentedBlock(body=body, header=header)
 
-    def _assembled(self, original: Suite, lines: Sequence[Line | list[cst.EmptyLine]]) -> tuple[list[Line], list[cst.EmptyLine]]:
+    def _assembled(
+        self, original: Suite, lines: Sequence[Line | list[cst.EmptyLine]]
+    ) -> tuple[list[Line], list[cst.EmptyLine]]:
         """Lines with scopes around runs of them; the comments of lines that went move to the next line."""
         kept: list[Line | None] = []
         dangling: list[cst.EmptyLine] = []
@@ -145,7 +149,11 @@ class _Editor(cst.CSTTransformer):
         """A line without the calls that go; only its comments, if nothing else is left."""
         if old in self._emptied:
             assert isinstance(old, cst.If)
-            inside = [c for line in old.body.body for c in _comments_of(line)] if isinstance(old.body, cst.IndentedBlock) else []
+            inside = (
+                [c for line in old.body.body for c in _comments_of(line)]
+                if isinstance(old.body, cst.IndentedBlock)
+                else []
+            )
             return [*_comments_of(old), *inside]
         if not isinstance(old, cst.SimpleStatementLine) or not isinstance(new, cst.SimpleStatementLine):
             assert isinstance(new, (cst.BaseStatement, cst.SimpleStatementLine))
@@ -203,4 +211,3 @@ def _with(run: Run, lines: Sequence[Line | None]) -> cst.With:
         leading_lines=leading,
         asynchronous=cst.Asynchronous() if run.is_async else None,
     )
-

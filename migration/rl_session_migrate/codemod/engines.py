@@ -107,7 +107,9 @@ def _run_before(block: Block, index: int, sleep: Site, taken: int) -> AwakeRun |
 def _uses(event: Event, who: Identity) -> bool:
     if event.doing is Doing.USE:
         site = event.site
-        return site is not None and site.rule.tenant is Tenant.ENGINE and any(r.identity == who for r in event.receivers())
+        return (
+            site is not None and site.rule.tenant is Tenant.ENGINE and any(r.identity == who for r in event.receivers())
+        )
     return event.doing in (Doing.HANDED, Doing.CALL) and any(r.identity == who for r in event.receivers())
 
 

@@ -16,9 +16,7 @@ from rl_session.errors import UsageError
 
 __all__ = ["ChangedMeanwhileError", "discover", "write_atomically"]
 
-_SKIPPED = frozenset(
-    {"__pycache__", "node_modules", "site-packages", "venv", "env", "build", "dist", "__pypackages__"}
-)
+_SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "env", "build", "dist", "__pypackages__"})
 
 
 class ChangedMeanwhileError(OSError):

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.decide import Plan
 from rl_session_migrate.codemod.edits import comment_line, line_of
+from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.program import Doing, Program
 from rl_session_migrate.codemod.scoping import is_pure
 from rl_session_migrate.outline import Function
@@ -301,4 +301,3 @@ def _blanks(lines: list[cst.EmptyLine]) -> list[cst.EmptyLine]:
             break
         found.append(line)
     return found
-

@@ -9,7 +9,21 @@ from rl_session_migrate.tree import callee
 __all__ = ["is_harmless"]
 
 _BUILTINS = frozenset(
-    {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "print", "repr", "str", "type", "id", "len", "bool", "callable"}
+    {
+        "isinstance",
+        "issubclass",
+        "getattr",
+        "hasattr",
+        "setattr",
+        "print",
+        "repr",
+        "str",
+        "type",
+        "id",
+        "len",
+        "bool",
+        "callable",
+    }
 )
 _LOOKERS = frozenset(
     {

@@ -6,7 +6,8 @@ asked of a judge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 
 import attrs
 import libcst as cst
@@ -80,9 +81,9 @@ class Walker:
         self._same = same
         self._judge = judge
         self._hands = hands
-        self._inside: Set[int] = frozenset()
+        self._inside: AbstractSet[int] = frozenset()
 
-    def after(self, function: Function, site: Site, inside: Set[int] = frozenset()) -> Reach:
+    def after(self, function: Function, site: Site, inside: AbstractSet[int] = frozenset()) -> Reach:
         """What follows a lifecycle call of its receiver, up to the next one.
 
         Args:
@@ -113,16 +114,16 @@ class Walker:
             if (id(spot.function), state.who) not in visited:
                 visited.add((id(spot.function), state.who))
                 self._callbacks(spot.function, state.who, reach)
-            state = self._passes(state, tenant, reach, todo)
-            if state is not None:
+            behind = self._passes(state, tenant, reach, todo)
+            if behind is not None:
                 graph = self._program.graph(spot.function)
                 if graph.nodes[spot.index].part is Part.EXIT:
-                    self._leave(spot.function, state, reach, todo)
+                    self._leave(spot.function, behind, reach, todo)
                 # A transition that failed, and a line of our own, lead to no use by their exceptions.
                 quiet = bool(spot.done) or is_our_line(graph.nodes[spot.index].ast)
                 edges = [edge for edge in graph.edges[spot.index] if not (quiet and edge.how is How.EXCEPTION)]
                 todo += [
-                    _State(Spot(spot.function, edge.target), state.who, state.used)
+                    _State(Spot(spot.function, edge.target), behind.who, behind.used)
                     for edge in edges
                     if edge.target != graph.raising
                 ]
@@ -156,7 +157,9 @@ class Walker:
             case Doing.LIFECYCLE:
                 assert site is not None
                 if not site.shape.runs_here:
-                    reach.failures.append(Failure(event, f"{site.method} is passed as a value in {place(site.function)}"))
+                    reach.failures.append(
+                        Failure(event, f"{site.method} is passed as a value in {place(site.function)}")
+                    )
                     return False
                 return not site.is_conditional and site.rule.kind is not Kind.NOOP
             case Doing.USE if site is not None and self._is_mid_step(site):
@@ -197,7 +200,12 @@ class Walker:
         ]
         if not inner and who.home != spot.function.name and self._sees(target, who):
             inner = [who]
-        if not inner and who.home == spot.function.name and spot.function in target.chain() and target is not spot.function:
+        if (
+            not inner
+            and who.home == spot.function.name
+            and spot.function in target.chain()
+            and target is not spot.function
+        ):
             inner = [who]  # a function nested in the one whose name it is
         entry = Spot(target, self._program.graph(target).entry)
         todo += [_State(entry, identity, state.used) for identity in inner]
@@ -251,12 +259,22 @@ class Walker:
 
 def place(function: Function) -> str:
     """A function, in words."""
-    return f"{function.name}()" if function.name and "<lambda>" not in function.name else "a lambda" if function.name else "the module"
+    return (
+        f"{function.name}()"
+        if function.name and "<lambda>" not in function.name
+        else "a lambda"
+        if function.name
+        else "the module"
+    )
 
 
 def is_our_line(node: cst.CSTNode | None) -> bool:
     """Whether a statement is ``scopes(x).forget()`` or ``share(...)``: neither does anything to a device."""
-    return isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and callee(node.value) in ("forget", "share", "rl_share")
+    return (
+        isinstance(node, cst.Expr)
+        and isinstance(node.value, cst.Call)
+        and callee(node.value) in ("forget", "share", "rl_share")
+    )
 
 
 def reasons(failures: Iterable[Failure]) -> str:

@@ -13,18 +13,18 @@ import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Place, Statement, bound_paths, has_stray_await
 from rl_session_migrate.codemod.program import Doing, Event, Program
-from rl_session_migrate.codemod.scoping import Run, covers, is_pure
+from rl_session_migrate.codemod.scoping import Run, is_pure
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Shape, Site
 from rl_session_migrate.tree import arguments, code, dotted, is_string
 
-__all__ = ["Sequence4", "find_sequences", "helper_run", "is_covered", "tags_of"]
+__all__ = ["Push", "find_pushes", "helper_run", "is_covered", "tags_of"]
 
 
 @attrs.frozen(eq=False)
-class Sequence4:
+class Push:
     """A push of weights written out.
 
     Attributes:
@@ -49,24 +49,24 @@ def tags_of(site: Site) -> tuple[str, ...] | None:
     if value is None or len(keywords) != 1 or positional or is_open or not isinstance(value, (cst.List, cst.Tuple)):
         return ()
     tags = [is_string(element.value) for element in value.elements]
-    return tuple(tag for tag in tags if tag is not None) if all(tags) else ()
+    found = tuple(tag for tag in tags if tag)
+    return found if len(found) == len(tags) else ()
 
 
-def find_sequences(program: Program, function: Function, body: Block) -> Iterator[Sequence4 | tuple[Site, str]]:
+def find_pushes(body: Block) -> Iterator[Push | tuple[Site, str]]:
     """The pushes that a function writes out; for the first call of one that stays, why it stays."""
-    del function
     for block in body.blocks():
         sites = [event.site for event in block.events() if event.doing is Doing.LIFECYCLE and event.site is not None]
         starts = [site for site in sites if site.method == "offload_before_refit" and site.is_statement]
         for start in starts:
             if _index_of(block, start) is None:
                 continue
-            found = _from(program, block, sites, start)
-            if isinstance(found, Sequence4) or (isinstance(found, str) and found):
-                yield found if isinstance(found, Sequence4) else (start, found)
+            found = _from(block, sites, start)
+            if found:
+                yield found if isinstance(found, Push) else (start, found)
 
 
-def _from(program: Program, block: Block, sites: list[Site], start: Site) -> Sequence4 | str:
+def _from(block: Block, sites: list[Site], start: Site) -> Push | str:
     """The push that begins with a call; "" if none does, else why it cannot be rewritten here."""
     later = sites[sites.index(start) :]
     end = next((s for s in later if s.method == "offload_after_refit" and _same(s, start)), None)
@@ -80,7 +80,7 @@ def _from(program: Program, block: Block, sites: list[Site], start: Site) -> Seq
     order = [later.index(site) for site in four]
     if order != sorted(order):
         return "the four calls of the push are in another order"
-    return _assemble(program, block, four)
+    return _assemble(block, four)
 
 
 def _same(one: Site, other: Site) -> bool:
@@ -92,7 +92,7 @@ def _wakes(site: Site, tag: str) -> bool:
     return site.rule.kind is Kind.WAKE and tags is not None and tag in tags and site.is_statement
 
 
-def _assemble(program: Program, block: Block, four: tuple[Site, ...]) -> Sequence4 | str:
+def _assemble(block: Block, four: tuple[Site, ...]) -> Push | str:
     places = [_index_of(block, site) for site in four]
     if None in places:
         return ""
@@ -116,10 +116,8 @@ def _assemble(program: Program, block: Block, four: tuple[Site, ...]) -> Sequenc
     assert engine is not None
     # No condition: the block itself tells an engine on the same GPUs from one on its own.
     item = f"scopes({policy}).refit({engine})"
-    emptied = tuple(
-        Place(block, index) for index in (*range(start, woken + 1), *range(end, served + 1)) if condition
-    )
-    return Sequence4(Run(block, woken + 1, end - 1, item), four, emptied)
+    emptied = tuple(Place(block, index) for index in (*range(start, woken + 1), *range(end, served + 1)) if condition)
+    return Push(Run(block, woken + 1, end - 1, item), four, emptied)
 
 
 def _index_of(block: Block, site: Site) -> int | None:

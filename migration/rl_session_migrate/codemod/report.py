@@ -1,6 +1,6 @@
 """What a migration did, as numbers and as JSON: sites found, rewritten and left, and why.
 
-Policy and value sites are counted apart from engine sites: how much of an engine's use is visible in a loop is not up to the codemod.
+Policy and value sites are counted apart from engine sites: how much of an engine's use a loop shows is not up to the codemod.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def totals(results: Iterable[FileResult]) -> Totals:
 
 def _sort_of(why: str) -> str:
     """A reason without its places, so that equal ones add up."""
-    words = why.split(";")[0].split()
+    words = why.partition(";")[0].split()
     return " ".join("N" if word.strip(",:").isdigit() else word for word in words)
 
 
@@ -87,7 +87,9 @@ def to_json(results: Sequence[FileResult]) -> bytes:
     counted = totals(results)
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        "files": [_file(result) for result in results if result.status is not FileStatus.UNCHANGED or _outcomes(result)],
+        "files": [
+            _file(result) for result in results if result.status is not FileStatus.UNCHANGED or _outcomes(result)
+        ],
         "totals": {
             "files": dict(counted.files),
             "lines": counted.num_lines,

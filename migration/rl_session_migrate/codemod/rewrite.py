@@ -14,10 +14,11 @@ from enum import StrEnum
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.decide import Found, Plan, decide
+from rl_session_migrate.codemod.decide import decide
 from rl_session_migrate.codemod.edits import apply
 from rl_session_migrate.codemod.finish import Spelling, finish
 from rl_session_migrate.codemod.imports import ADAPTER, add_import, spelling
+from rl_session_migrate.codemod.plan import Found, Plan
 from rl_session_migrate.codemod.program import Program
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Names
@@ -168,6 +169,7 @@ class _Rewriter:
         self.assumed: list[str] = []
         self.carriers: frozenset[str] = frozenset()
         self.num_passes = 0
+        self._imports: dict[str, str] = {}
         self._alive: list[int] = []
         self._found: list[Outcome] = []
 
@@ -177,11 +179,12 @@ class _Rewriter:
 
     def run(self) -> None:
         module = analyse(parse(self.data, self.path), self.names)
+        self._imports = module.outline.imports
         self._found = [_outcome(site) for site in _counted(module)]
         self._alive = list(range(len(self._found)))
         while True:
             program = Program(module)
-            plan = decide(program, lambda helper: self._carries(program, helper))
+            plan = decide(program, self._carries)
             if not plan.changes or self.num_passes >= MAX_PASSES:
                 break
             self.num_passes += 1
@@ -189,7 +192,7 @@ class _Rewriter:
             self.data = self._edited(module, plan)
             module = analyse(parse(self.data, self.path), self.names)
         self._note_left(module, plan)
-        self.carriers = _carriers(module, plan)
+        self.carriers = _carriers(module)
         self.data = self._finished(program, plan)
 
     # -- text ----------------------------------------------------------------------------------------------------
@@ -213,9 +216,9 @@ class _Rewriter:
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _carries(self, program: Program, helper: HelperSite) -> bool:
+    def _carries(self, helper: HelperSite) -> bool:
         """Whether a helper that is imported pushes through refit blocks by itself."""
-        imported = program.module.outline.imports.get(helper.helper.name)
+        imported = self._imports.get(helper.helper.name)
         return imported is not None and self.resolve(imported)
 
     # -- outcomes ------------------------------------------------------------------------------------------------
@@ -318,13 +321,16 @@ def _outcome(site: Found) -> Outcome:
 def _is_clean(module: Module, function: Function) -> bool:
     """Whether a function that pushes weights makes none of the calls by hand: every push in it stands in a refit block."""
     mine = module.sites_in(function)
-    legacy = [site for site in mine if site.rule.is_lifecycle and site.rule.api is Api.LEGACY and site.rule.kind is not Kind.NOOP]
+    legacy = [
+        site
+        for site in mine
+        if site.rule.is_lifecycle and site.rule.api is Api.LEGACY and site.rule.kind is not Kind.NOOP
+    ]
     blocks = [site for site in mine if site.rule.kind is Kind.REFIT and site.rule.api is Api.SCOPED]
     return bool(blocks) and not legacy
 
 
-def _carriers(module: Module, plan: Plan) -> frozenset[str]:
-    del plan
+def _carriers(module: Module) -> frozenset[str]:
     return frozenset(
         function.name for function in module.outline.functions.values() if _is_clean(module, function) and function.name
     )
@@ -341,4 +347,3 @@ def _advice(site: Found) -> str:
     if site.shape in (Shape.VALUE, Shape.STRING):
         return "make the call in a function of your own, and open the scope there"
     return site.rule.write.format(str(site.receiver), "policy_generation") + "  # around what relies on it"
-

@@ -81,7 +81,9 @@ def wanted(site: Site) -> Want | None:
     return Want(receiver.identity, str(receiver), scope)
 
 
-def covers(program: Program, site_withs: Sequence[cst.With], identity: Identity, tenants: Callable[[Receiver], bool]) -> bool:
+def covers(
+    program: Program, site_withs: Sequence[cst.With], identity: Identity, tenants: Callable[[Receiver], bool]
+) -> bool:
     """Whether one of the ``with`` statements around something is a scope, or a refit block, of a tenant."""
     for with_ in site_withs:
         for item in with_.items:
@@ -89,7 +91,9 @@ def covers(program: Program, site_withs: Sequence[cst.With], identity: Identity,
                 found = program.module.at(call)
                 if not isinstance(found, Site) or found.receiver is None:
                     continue
-                is_block = found.rule.kind is Kind.SCOPE or (found.rule.kind is Kind.REFIT and found.rule.api is Api.SCOPED)
+                is_block = found.rule.kind is Kind.SCOPE or (
+                    found.rule.kind is Kind.REFIT and found.rule.api is Api.SCOPED
+                )
                 if is_block and found.receiver.identity == identity and tenants(found.receiver):
                     return True
     return False
@@ -110,11 +114,14 @@ def is_pure(receiver: Receiver) -> bool:
     return dotted(node) is not None or (
         isinstance(node, cst.Subscript)
         and dotted(node.value) is not None
-        and all(isinstance(e.slice, cst.Index) and isinstance(e.slice.value, (cst.Name, cst.BaseString, cst.Integer)) for e in node.slice)
+        and all(
+            isinstance(e.slice, cst.Index) and isinstance(e.slice.value, (cst.Name, cst.BaseString, cst.Integer))
+            for e in node.slice
+        )
     )
 
 
-def place_of(program: Program, body: Block, site: Site) -> Place | str:
+def place_of(body: Block, site: Site) -> Place | str:
     """The statement to wrap for a call, or why it cannot be wrapped, in words."""
     assert site.receiver is not None
     if site.shape is Shape.STRING:
@@ -221,7 +228,13 @@ def _block_runs(program: Program, block: Block, chosen: dict[int, Want]) -> Iter
             inner = {id(event.node) for statement in wrapped for event in statement.head}
             for node in inner:
                 chosen.pop(node, None)  # inside this scope already
-            yield Run(block, item.first, item.last, f"scopes({item.want.receiver}).{item.want.scope}({item.want.arguments})", item.is_async)
+            yield Run(
+                block,
+                item.first,
+                item.last,
+                f"scopes({item.want.receiver}).{item.want.scope}({item.want.arguments})",
+                item.is_async,
+            )
 
 
 def _items(block: Block, chosen: dict[int, Want]) -> Iterator[_Item]:
