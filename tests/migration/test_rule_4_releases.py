@@ -137,7 +137,8 @@ def test_a_release_that_is_all_of_a_block_stays_as_a_call() -> None:
         """
     ).after.decode()
     assert (
-        "        if colocated:\n            scopes(policy).offload()  # room for the engine\n        with scopes(policy_generation)"
+    room = "        if colocated:\n            scopes(policy).offload()  # room for the engine\n"
+    assert f"{room}        with scopes(policy_generation)" in text
         in text
     )
 
