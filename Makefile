@@ -10,7 +10,7 @@ SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-smoke test loops check format format-check lint types imports clean
+.PHONY: help setup demo demo-smoke test loops check docs format format-check lint types imports clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ loops: $(STAMP) ## Make the scoped loops of migration/loops from the legacy ones
 	@cp migration/loops/legacy/*.py migration/loops/scoped/
 	@$(BIN)/rl-session migrate migration/loops/scoped --write --quiet
 
-check: format-check lint types imports test ## Everything that must hold: format, ruff, mypy, import contracts, tests
+check: format-check lint types imports docs test ## Everything that must hold: format, ruff, mypy, import contracts, docs, tests
 
 format: $(STAMP) ## Format, and mend what ruff can mend
 	@$(BIN)/ruff check --quiet --fix-only .
@@ -56,6 +56,10 @@ types: $(STAMP)
 
 imports: $(STAMP)
 	@$(BIN)/lint-imports --no-logo
+
+docs: $(STAMP) ## Build the documentation into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 clean: ## Remove .venv, caches and build outputs
 	@rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -136,11 +136,8 @@ def test_a_release_that_is_all_of_a_block_stays_as_a_call() -> None:
                 policy.train(x, None)
         """
     ).after.decode()
-    assert (
     room = "        if colocated:\n            scopes(policy).offload()  # room for the engine\n"
     assert f"{room}        with scopes(policy_generation)" in text
-        in text
-    )
 
 
 def test_a_release_on_only_some_paths_keeps_its_condition() -> None:
