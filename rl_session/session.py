@@ -173,6 +173,7 @@ class Session:
         first = worker.start()
         resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
         control = Control(name, kind._kind, LocalGroup(worker), self._run, flags, first, resting, where)  # noqa: SLF001
+        control.digests = spec.verify
         participant = kind(control, where, self._forget)
         self._run.arbiter.join(control)
         self._participants.append(participant)

@@ -18,6 +18,7 @@ import attrs
 
 from rl_session.audit import events
 from rl_session.driver.arbiter import Wish
+from rl_session.driver.callsite import Speaker, speaker
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
 from rl_session.driver.ownership import Ownership, Token
@@ -34,6 +35,7 @@ from rl_session.errors import (
 )
 from rl_session.lifecycle import (
     CALL_NEEDS,
+    Cells,
     Component,
     Flags,
     Mode,
@@ -46,6 +48,7 @@ from rl_session.lifecycle import (
 )
 from rl_session.offload.device import Device
 from rl_session.planning import Holding
+from rl_session.workers.digest import digest_of
 from rl_session.workers.group import WorkerGroup
 from rl_session.workers.replies import (
     CallResult,
@@ -142,7 +145,10 @@ class Control:
         self.last_move = "nothing has moved since attach"
         self.step: Any = None
         """The user's open train step, if one is open."""
-        self._explicit: Placement | None = None
+        self.digests = False
+        """Whether records of calls carry a digest of the result."""
+        self._cells: Cells | None = None
+        """What the resting placement asks of each component, where that is no mode's row (a legacy call's)."""
         self._pending_release = False
         self._calls = 0
         self._moving = ""
@@ -292,7 +298,8 @@ class Control:
         placement = self.frames[-1].placement if self.frames else self.resting
         moves = mode is not self.mode
         if moves:
-            reply = self._transition(mode, f"entering {spelling} at {call_site}", scope_id=scope_id)
+            said = Speaker("scope", call_site)
+            reply = self._transition(mode, f"entering {spelling} at {call_site}", scope_id=scope_id, said=said)
             placement = reply.placement
             if not self.frames:
                 self.resting = reply.before
@@ -379,11 +386,9 @@ class Control:
         A release that failed is pending: what moves next tries it again.
         """
         stored = self.frames[-1].placement if self.frames else self.resting
-        explicit = None if self.frames else self._explicit
+        cells = None if self.frames else self._cells
         try:
-            self._transition(
-                outer_mode, reason, scope_id=scope_id, stored=stored, explicit=explicit, rests=not self.frames
-            )
+            self._transition(outer_mode, reason, scope_id=scope_id, stored=stored, cells=cells, rests=not self.frames)
         except BaseException:
             if self.fault is None:
                 self._pending_release = True
@@ -399,9 +404,19 @@ class Control:
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def switch(
-        self, mode: Mode, spelling: str, call_site: str, *, evict: bool = False, explicit: Placement | None = None
-    ) -> None:
+        self, mode: Mode, spelling: str, call_site: str, *, evict: bool = False, cells: Cells | None = None
+    ) -> TransitionReply | None:
         """Change the resting mode.
+
+        Args:
+            mode: The mode to rest in.
+            spelling: How the user wrote it.
+            call_site: Where.
+            evict: Whether bytes leave under a lazy release too.
+            cells: What to ask of each component instead of the mode's row, now and whenever scopes end.
+
+        Returns:
+            What the transition did; None when nothing was to do.
 
         Raises:
             ScopeError: A scope is open.
@@ -413,14 +428,16 @@ class Control:
             with self.changing():
                 self.ready(spelling)
                 self._check_outside(spelling, call_site)
-                same = mode is self.mode is self.resting_mode and explicit is None is self._explicit
+                same = mode is self.mode is self.resting_mode and cells is None is self._cells
                 if same and not self._pending_release and not evict:
-                    return
+                    return None
                 lazy = evict and self.flags.release == "lazy"
                 flags = attrs.evolve(self.flags, release="eager") if lazy else self.flags
                 reason = f"{spelling} at {call_site}"
-                reply = self._transition(mode, reason, scope_id=None, explicit=explicit, flags=flags, rests=True)
-                self.resting, self.resting_mode, self._explicit = reply.placement, mode, explicit
+                said = speaker() or Speaker("switch", call_site)
+                reply = self._transition(mode, reason, scope_id=None, cells=cells, flags=flags, rests=True, said=said)
+                self.resting, self.resting_mode, self._cells = reply.placement, mode, cells
+                return reply
         finally:
             self.let_go(token)
 
@@ -441,20 +458,28 @@ class Control:
         scope_id: int | None,
         stored: Placement | None = None,
         explicit: Placement | None = None,
+        cells: Cells | None = None,
         flags: Flags | None = None,
         rests: bool = False,
+        said: Speaker | None = None,
     ) -> TransitionReply:
         """Ask every rank to go to ``mode``; all do, or none."""
         number = self.run.next_transition_id()
         from_mode = self.mode
         start = time.perf_counter()
         self._record(
-            events.TransitionStarted(from_mode=from_mode.value, to_mode=mode.value, reason=reason),
+            events.TransitionStarted(
+                from_mode=from_mode.value,
+                to_mode=mode.value,
+                reason=reason,
+                via=said.via if said is not None else "session" if scope_id is None else "scope",
+                call_site=said.call_site if said is not None else None,
+            ),
             scope_id=scope_id,
             transition_id=number,
         )
         request = TransitionRequest(
-            mode=mode, flags=flags or self.flags, stored=stored, explicit=explicit, leaves_library=rests
+            mode=mode, flags=flags or self.flags, stored=stored, explicit=explicit, cells=cells, leaves_library=rests
         )
         self._moving = reason
         try:
@@ -601,7 +626,8 @@ class Control:
             result = results[0]
             assert isinstance(result, CallResult)
             self.journal.notes(result.notes)
-            self.journal.called(method, mode, start, None, result.changed)
+            digest = digest_of(result.value) if self.digests else None
+            self.journal.called(method, mode, start, None, result.changed, digest=digest)
             if then is not None:
                 self._record(then(result))
             return result.value
@@ -705,7 +731,7 @@ class Control:
                     "recover()",
                     scope_id=None,
                     stored=self.resting,
-                    explicit=self._explicit,
+                    cells=self._cells,
                     rests=True,
                 )
             except BaseException:
