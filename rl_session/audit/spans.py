@@ -216,7 +216,7 @@ _OPENINGS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "scope.entered": ("scope", ("scope_id",), "mode"),
     "transition.started": ("transition", ("transition_id",), "transition"),
     "step.opened": ("step", ("policy",), "train step"),
-    "engine.woken": ("engine", ("engine", "scope_id"), "engine"),
+    "engine.woken": ("engine", ("engine", "policy"), "engine"),
 }
 _CLOSINGS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "session.closed": ("session", ()),
@@ -227,5 +227,5 @@ _CLOSINGS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "transition.failed": ("transition", ("transition_id",)),
     "step.committed": ("step", ("policy",)),
     "step.aborted": ("step", ("policy",)),
-    "engine.slept": ("engine", ("engine", "scope_id")),
+    "engine.slept": ("engine", ("engine", "policy")),
 }
