@@ -166,7 +166,10 @@ class Control:
         self.digests = False
         """Whether records of calls carry a digest of the result."""
         self._cells: Cells | None = None
-        """What the resting placement asks of each component, where that is no mode's row (a legacy call's)."""
+        """What the resting placement asks of each component, where that is no mode's row (a legacy call's).
+
+        A scope of the resting mode is entered by a transition then: its own row may want something else.
+        """
         self._pending_release = False
         self._calls = 0
         self._moving = ""
@@ -348,7 +351,7 @@ class Control:
         self._retry_release(spelling)
         scope_id = self.run.next_scope_id()
         placement = self.frames[-1].placement if self.frames else self.resting
-        moves = mode is not self.mode or row is not self.row
+        moves = mode is not self.mode or row is not self.row or (self._cells is not None and not self.frames)
         if moves:
             reason, said = f"entering {spelling} at {call_site}", Speaker("scope", call_site)
             reply = self._transition(mode, reason, scope_id=scope_id, row=row, said=said)
@@ -436,7 +439,8 @@ class Control:
 
     def _leave_row(self, frame: Frame) -> None:
         outer_mode, outer_row = self._outside()
-        if (self.mode is not outer_mode or self.row is not outer_row) and self.fault is None:
+        parked = self._cells is not None and not self.frames and frame.moved
+        if (self.mode is not outer_mode or self.row is not outer_row or parked) and self.fault is None:
             self._go_outside(outer_mode, f"leaving {frame.describe()}", frame.scope_id)
 
     def _outside(self) -> tuple[Mode, Mode]:
