@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         UsageError,
         WorldError,
     )
-    from rl_session.generation import GenerationEngine, InProcessEngine
+    from rl_session.generation import GenerationEngine, InProcessEngine, VLLMEngine
     from rl_session.lifecycle import Component, Mode, Placement, Tier
     from rl_session.metrics import max, mean, min
     from rl_session.policy import Policy, ValueModel
@@ -64,7 +64,7 @@ _HOMES = {
     "rl_session.audit": ("read_audit",),
     "rl_session.config": ("OffloadConfig",),
     "rl_session.engines": ("EngineHandle",),
-    "rl_session.generation": ("GenerationEngine", "InProcessEngine"),
+    "rl_session.generation": ("GenerationEngine", "InProcessEngine", "VLLMEngine"),
     "rl_session.lifecycle": ("Component", "Mode", "Placement", "Tier"),
     "rl_session.metrics": ("max", "mean", "min"),
     "rl_session.policy": ("Policy", "ValueModel"),
@@ -115,6 +115,7 @@ __all__ = [
     "TransitionError",
     "UnsupportedError",
     "UsageError",
+    "VLLMEngine",
     "ValueModel",
     "WorldError",
     "attach",

@@ -698,7 +698,7 @@ class Control:
         needs = CALL_NEEDS.get(gate, (Component.PARAMS,))
         self._record(events.GuardRejected(method=gate, mode=self.mode.value, needs=[n.value for n in needs]))
         shown = gate if gate.endswith(")") else f"{gate}()"
-        listed = ", ".join(str(mode) for mode in modes_allowing(gate))
+        listed = ", ".join(str(mode) for mode in modes_allowing(gate) if mode is not self.mode)
         raise ModeError(
             f"{self.label}: {shown} {self._why_not(needs)}",
             (*self.explain()[1], f"legal in: {listed}"),
@@ -710,7 +710,10 @@ class Control:
         scope = f"{self.kind}.{scope_to_write(gate, self.kind)}()"
         code = f"with {scope} as p: p.{shown}" if gate == "generate" else f"with {scope}: {self.kind}.{shown}"
         outer = self.frames[-1] if self.frames else None
-        if outer is None or any(_may_nest(outer, mode) for mode in modes_allowing(gate)):
+        may_stand = outer is None or (
+            outer.row is outer.mode and any(may_nest(outer.mode, mode) for mode in modes_allowing(gate))
+        )
+        if outer is None or may_stand:
             return code
         return f"{code}  # after the block of {outer.spelling} has ended"
 
