@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_session_migrate.shim.batch import BatchedDataDict
     from rl_session_migrate.shim.effects import LegacyConfig
+    from rl_session_migrate.shim.generation import LegacyGeneration, refit_policy_generation
     from rl_session_migrate.shim.loss import LegacyLoss, as_loss_fn
     from rl_session_migrate.shim.policy import LegacyPolicy
     from rl_session_migrate.shim.value import LegacyValue
@@ -25,12 +26,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "rl_session_migrate.shim.batch": ("BatchedDataDict",),
     "rl_session_migrate.shim.effects": ("LegacyConfig",),
+    "rl_session_migrate.shim.generation": ("LegacyGeneration", "refit_policy_generation"),
     "rl_session_migrate.shim.loss": ("LegacyLoss", "as_loss_fn"),
     "rl_session_migrate.shim.policy": ("LegacyPolicy",),
     "rl_session_migrate.shim.value": ("LegacyValue",),
 }
 
-__all__ = ["BatchedDataDict", "LegacyConfig", "LegacyLoss", "LegacyPolicy", "LegacyValue", "as_loss_fn"]
+__all__ = [
+    "BatchedDataDict",
+    "LegacyConfig",
+    "LegacyGeneration",
+    "LegacyLoss",
+    "LegacyPolicy",
+    "LegacyValue",
+    "as_loss_fn",
+    "refit_policy_generation",
+]
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -165,7 +165,7 @@ class Control:
         """The user's open train step, if one is open."""
         self.digests = False
         """Whether records of calls carry a digest of the result."""
-        self._cells: Cells | None = None
+        self.resting_cells: Cells | None = None
         """What the resting placement asks of each component, where that is no mode's row (a legacy call's).
 
         A scope of the resting mode is entered by a transition then: its own row may want something else.
@@ -351,7 +351,7 @@ class Control:
         self._retry_release(spelling)
         scope_id = self.run.next_scope_id()
         placement = self.frames[-1].placement if self.frames else self.resting
-        moves = mode is not self.mode or row is not self.row or (self._cells is not None and not self.frames)
+        moves = mode is not self.mode or row is not self.row or (self.resting_cells is not None and not self.frames)
         if moves:
             reason, said = f"entering {spelling} at {call_site}", Speaker("scope", call_site)
             reply = self._transition(mode, reason, scope_id=scope_id, row=row, said=said)
@@ -439,7 +439,7 @@ class Control:
 
     def _leave_row(self, frame: Frame) -> None:
         outer_mode, outer_row = self._outside()
-        parked = self._cells is not None and not self.frames and frame.moved
+        parked = self.resting_cells is not None and not self.frames and frame.moved
         if (self.mode is not outer_mode or self.row is not outer_row or parked) and self.fault is None:
             self._go_outside(outer_mode, f"leaving {frame.describe()}", frame.scope_id)
 
@@ -453,7 +453,7 @@ class Control:
         A release that failed is pending: what moves next tries it again.
         """
         stored = self.frames[-1].placement if self.frames else self.resting
-        cells = None if self.frames else self._cells
+        cells = None if self.frames else self.resting_cells
         _, row = self._outside()
         rests = not self.frames
         try:
@@ -498,7 +498,7 @@ class Control:
                 self.ready(spelling)
                 self._check_outside(spelling, call_site)
                 refuse_beside_engine(self, mode, spelling, call_site)
-                same = mode is self.mode is self.resting_mode and cells is None is self._cells
+                same = mode is self.mode is self.resting_mode and cells is None is self.resting_cells
                 if same and not self._pending_release and not evict:
                     return None
                 lazy = evict and self.flags.release == "lazy"
@@ -506,7 +506,7 @@ class Control:
                 reason = f"{spelling} at {call_site}"
                 said = speaker() or Speaker("switch", call_site)
                 reply = self._transition(mode, reason, scope_id=None, cells=cells, flags=flags, rests=True, said=said)
-                self.resting, self.resting_mode, self._cells = reply.placement, mode, cells
+                self.resting, self.resting_mode, self.resting_cells = reply.placement, mode, cells
                 return reply
         finally:
             self.let_go(token)
@@ -771,7 +771,7 @@ class Control:
                     "recover()",
                     scope_id=None,
                     stored=self.resting,
-                    cells=self._cells,
+                    cells=self.resting_cells,
                     rests=True,
                 )
             except BaseException:

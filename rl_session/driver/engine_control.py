@@ -639,7 +639,7 @@ class EngineControl:
 
     def _check_serves(self) -> None:
         asleep = [tag for tag in self.tags if tag not in self._awake]
-        if not self.frames or asleep:
+        if not (self.frames or self.rests) or asleep:
             self._record(
                 events.GuardRejected(method="generate", mode=Mode.OFFLOADED.value, needs=asleep or ["awake()"])
             )

@@ -153,13 +153,17 @@ class LegacyTrainer:
         """
         warn_once(f"{self._kind}.{call}", self._instead(effect))
         with self._turn(call, effect.scope) as site:
-            mode = effect.mode
-            if mode is Mode.REFIT and self._is_away(Component.PARAMS):
-                mode = Mode.OFFLOADED  # legacy moved no weights here, and there is nothing to read on the device
-            reply = self._control.switch(mode, call, site, cells=effect.cells)
-            self._control.ask("hold_mode", effect.forwards)
-            if reply is not None and destroys_gradients(effect):
-                self._tell_kept(call, site, reply.placement[Component.GRADS])
+            self._apply(call, effect, site)
+
+    def _apply(self, call: str, effect: Effect, site: str) -> None:
+        """What a lifecycle call does; the caller has the turn."""
+        mode = effect.mode
+        if mode is Mode.REFIT and self._is_away(Component.PARAMS):
+            mode = Mode.OFFLOADED  # legacy moved no weights here, and there is nothing to read on the device
+        reply = self._control.switch(mode, call, site, cells=effect.cells)
+        self._control.ask("hold_mode", effect.forwards)
+        if reply is not None and destroys_gradients(effect):
+            self._tell_kept(call, site, reply.placement[Component.GRADS])
 
     def _instead(self, effect: Effect) -> str:
         if effect.scope == "offloaded()":
