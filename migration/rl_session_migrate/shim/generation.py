@@ -6,14 +6,13 @@ wake is raised or reported by False. Knows nothing of how weights travel: the en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site, speaking
 from rl_session.driver.engine_control import EngineControl
-from rl_session.driver.refit import refit
 from rl_session.engines import EngineHandle
 from rl_session.errors import (
     ConfigError,
@@ -25,12 +24,13 @@ from rl_session.errors import (
     UnsupportedError,
 )
 from rl_session.generation.in_process import InProcessEngine
-from rl_session.lifecycle import Cell, Cells, Component, Mode, Tier
 from rl_session_migrate.shim.batch import BatchedDataDict
-from rl_session_migrate.shim.effects import AS_IT_IS, policy_effect
+from rl_session_migrate.shim.effects import policy_effect
 from rl_session_migrate.shim.notice import warn_once
 from rl_session_migrate.shim.policy import LegacyPolicy
+from rl_session_migrate.shim.shared import sample_shared, share_weights
 from rl_session_migrate.shim.trainer import Batch
+from rl_session_migrate.shim.transfer import Transfer, push, receive
 
 __all__ = ["GenerationBackend", "LegacyGeneration", "refit_policy_generation"]
 
@@ -38,7 +38,6 @@ GenerationBackend = Literal["vllm", "sglang", "megatron", "trtllm", "dynamo"]
 
 _SWALLOWS = frozenset({"vllm", "trtllm"})
 """Backends that report a failure to wake or sleep by False."""
-_SHARED_WEIGHTS = Cells(weights=Cell.DEVICE, grads=Cell.AS_IS, optimizer=Cell.AS_IS)
 _INSTEAD_OF_WAKING = "with engine.awake(): ...  or with policy.generation_mode(): ... around what generates"
 _INSTEAD_OF_SLEEPING = "nothing: the end of the engine's scope is the way back"
 
@@ -133,7 +132,7 @@ class LegacyGeneration:
 
     def _wake(self, tags: Sequence[str] | None, site: str) -> None:
         if isinstance(self._engine, InProcessEngine):
-            _share_weights(self._engine, "prepare_for_generation()", site)
+            share_weights(self._engine, "prepare_for_generation()", site)
             return
         control = _control_of(self._engine)
         known = None if tags is None else [tag for tag in tags if tag in control.tags]
@@ -287,7 +286,7 @@ class LegacyGeneration:
         site = call_site()
         with speaking("shim", site):
             if isinstance(self._engine, InProcessEngine):
-                return BatchedDataDict(self._sample(self._engine, data, greedy, site, kwargs))
+                return sample_shared(self._engine, data, greedy, site, kwargs)
             if greedy:
                 kwargs["greedy"] = True
             control = _control_of(self._engine)
@@ -313,20 +312,6 @@ class LegacyGeneration:
                 if control.frames:
                     return
 
-    def _sample(self, engine: InProcessEngine, data: Batch, greedy: bool, site: str, kwargs: Mapping[str, Any]) -> Any:
-        control = self._policy_control()
-        overrides = {**kwargs, **({"temperature": 0.0} if greedy else {})}
-        with control.lock:
-            if not control.frames and control.mode is not Mode.GENERATION:
-                if control.ask("away", (Component.PARAMS, Component.BUFFERS)):
-                    raise ModeError(
-                        f"{control.label}: generate() at {site} needs PARAMS on the device, but they are away",
-                        (*control.explain()[1], "the legacy call that was not made: prepare_for_generation()"),
-                        "policy_generation.prepare_for_generation()  # before; or, in scopes: with policy.generation_mode(): ...",
-                    )
-                control.switch(Mode.GENERATION, "generate()", site, cells=AS_IT_IS)
-            return engine.generate(data, **overrides)
-
     # -- the rest --------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> bool:
@@ -335,39 +320,32 @@ class LegacyGeneration:
             self._engine.close()
         return True
 
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served: see :func:`refit_policy_generation`.
+    def update_weights_via_ipc_zmq(self) -> list[Transfer]:
+        """Receive the weights that a policy of the same session is told to send; one future.
 
-        Args:
-            *args: Dropped.
-            **kwargs: Dropped.
+        Contract: tell both sides, then wait for both. Scope: ``policy.refit(engine)``. Guide: migration/README.md.
 
         Raises:
-            UnsupportedError: Always.
+            UnsupportedError: The engine has no weights of its own.
         """
-        del args, kwargs
-        raise _no_transfer("update_weights_via_ipc_zmq")
+        return [self._receive("update_weights_via_ipc_zmq")]
 
-    def update_weights_from_collective(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served: see :func:`refit_policy_generation`.
-
-        Args:
-            *args: Dropped.
-            **kwargs: Dropped.
+    def update_weights_from_collective(self) -> list[Transfer]:
+        """As :meth:`update_weights_via_ipc_zmq`, of the policy's ``broadcast_weights_for_collective``.
 
         Raises:
-            UnsupportedError: Always.
+            UnsupportedError: The engine has no weights of its own.
         """
-        del args, kwargs
-        raise _no_transfer("update_weights_from_collective")
+        return [self._receive("update_weights_from_collective")]
 
-
-def _no_transfer(call: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{call}()",
-        ("weights go to an engine in one call, which moves and puts back what it needs",),
-        "refit_policy_generation(policy, policy_generation, colocated_inference)",
-    )
+    def _receive(self, call: str) -> Transfer:
+        if isinstance(self._engine, InProcessEngine):
+            raise UnsupportedError(
+                f"engine {self._engine.name!r}: {call}()",
+                ("it samples from the policy's own weights: there is nothing to receive",),
+                "refit_policy_generation(policy, policy_generation, colocated_inference)",
+            )
+        return receive(_control_of(self._engine))
 
 
 def _shares_device(engine: EngineHandle | InProcessEngine) -> bool:
@@ -376,13 +354,6 @@ def _shares_device(engine: EngineHandle | InProcessEngine) -> bool:
 
 def _control_of(engine: EngineHandle) -> EngineControl:
     return engine._control  # noqa: SLF001 (two faces of one engine)
-
-
-def _share_weights(engine: InProcessEngine, call: str, site: str) -> None:
-    """What a colocated engine without weights of its own does on waking: it takes the policy's."""
-    control = engine.policy._control  # noqa: SLF001 (two faces of one policy)
-    control.switch(Mode.GENERATION, call, site, cells=_SHARED_WEIGHTS)
-    control.ask("hold_mode", "eval")
 
 
 def refit_policy_generation(
@@ -436,22 +407,11 @@ def _refit(policy: LegacyPolicy, engine: EngineHandle, site: str, buffer: int | 
     if colocated:
         policy._apply("offload_before_refit()", policy_effect("offload_before_refit", policy._config), site)  # noqa: SLF001
         _wake_or_raise(target, target.tags[:1], site)
-        version = refit(control, target, site, bucket_nbytes=buffer, in_place=True)
+        version = push(control, target, site, buffer)
         policy._apply("offload_after_refit()", policy_effect("offload_after_refit", policy._config), site)  # noqa: SLF001
         target.wake_now(None, "prepare_for_generation()", site)
         return version
-    if control.ask("placement")[Component.PARAMS] is not Tier.DEVICE:
-        raise ModeError(
-            f"{control.label}: refit_policy_generation() at {site} needs PARAMS on the device, but they are away",
-            (*control.explain()[1], "the legacy call that was not made: prepare_for_lp_inference()"),
-            "policy.prepare_for_lp_inference()  # before; or, in scopes: policy.refit(engine)",
-        )
-    rested, cells = control.resting_mode, control.resting_cells
-    control.switch(Mode.REFIT, "refit_policy_generation()", site, cells=AS_IT_IS)  # legacy moved nothing here
-    try:
-        return refit(control, target, site, bucket_nbytes=buffer, in_place=True)
-    finally:
-        control.switch(rested, "refit_policy_generation()", site, cells=cells)
+    return push(control, target, site, buffer)
 
 
 def _wake_or_raise(target: EngineControl, tags: Sequence[str], site: str) -> None:
@@ -472,5 +432,5 @@ def _refit_shared(policy: LegacyPolicy, engine: InProcessEngine, *, colocated: b
             site = stack.enter_context(policy._turn("refit_policy_generation()", "generation_mode()"))  # noqa: SLF001
             effect = policy_effect("offload_before_refit", policy._config)  # noqa: SLF001
             policy._apply("offload_before_refit()", effect, site)  # noqa: SLF001
-            _share_weights(engine, "refit_policy_generation()", site)
+            share_weights(engine, "refit_policy_generation()", site)
     return {}

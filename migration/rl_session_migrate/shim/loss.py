@@ -73,9 +73,9 @@ class LegacyLoss:
         if self._input == "positional":
             loss, metrics = self.loss(logits_bSV, batch, seqs, toks)
         else:
-            given = {"next_token_logprobs": _next_token_logprobs(logits_bSV, batch["input_ids"])}
-            if self._input == "logit":
-                given = {"logits": logits_bSV}
+            given = {"logits": logits_bSV}
+            if self._input == "logprob":
+                given = {"next_token_logprobs": _next_token_logprobs(logits_bSV, batch["input_ids"])}
             loss, metrics = self.loss(
                 **given, data=BatchedDataDict(batch), global_valid_seqs=seqs, global_valid_toks=toks
             )

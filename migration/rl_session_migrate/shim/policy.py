@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 from rl_session.driver.callsite import call_site, speaking
-from rl_session.errors import UnsupportedError
+from rl_session.errors import UnsupportedError, UsageError
+from rl_session.generation.in_process import InProcessEngine
 from rl_session.lifecycle import Cell, Cells, Mode
 from rl_session.policy import Policy
 from rl_session.scope import Scope
 from rl_session_migrate.shim.batch import BatchedDataDict
 from rl_session_migrate.shim.effects import LegacyConfig, policy_effect
 from rl_session_migrate.shim.notice import warn_once
+from rl_session_migrate.shim.shared import sample_shared
 from rl_session_migrate.shim.trainer import Batch, LegacyTrainer
+from rl_session_migrate.shim.transfer import Transfer, send
 
 __all__ = ["LegacyPolicy", "ShardingAnnotations"]
 
@@ -468,38 +471,68 @@ class LegacyPolicy(LegacyTrainer):
         del args, kwargs
         raise NotImplementedError("calibrate_qkv_fp8_scales() is not served: rl_session has no fp8 KV scales")
 
-    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served: transfers go through the engine, see :func:`refit_policy_generation`.
+    def stream_weights_via_ipc_zmq(self, buffer_size_bytes: int, kv_scales: Any = None) -> list[Transfer]:
+        """Send the weights to the engine of the same session that is told to receive; one future.
+
+        Contract: needs the weights on the device; nothing moves. Tell both sides, then wait for both. Scope:
+        ``policy.refit(engine)``. Guide: migration/README.md.
 
         Args:
-            *args: Dropped.
-            **kwargs: Dropped.
+            buffer_size_bytes: The most bytes in a bucket.
+            kv_scales: Taken and not used.
 
         Raises:
-            UnsupportedError: Always.
+            ModeError: The weights are away; the message names the missing legacy call and the scope.
         """
-        del args, kwargs
-        raise self._no_transfer("stream_weights_via_ipc_zmq")
+        del kv_scales
+        return [self._send(int(buffer_size_bytes))]
 
-    def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not served: transfers go through the engine, see :func:`refit_policy_generation`.
+    def broadcast_weights_for_collective(self, kv_scales: Any = None) -> list[Transfer]:
+        """As :meth:`stream_weights_via_ipc_zmq`, to an engine with devices of its own.
 
         Args:
-            *args: Dropped.
-            **kwargs: Dropped.
+            kv_scales: Taken and not used.
 
         Raises:
-            UnsupportedError: Always.
+            ModeError: The weights are away; the message names the missing legacy call and the scope.
         """
-        del args, kwargs
-        raise self._no_transfer("broadcast_weights_for_collective")
+        del kv_scales
+        return [self._send(None)]
 
-    def _no_transfer(self, call: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{self._control.label}: {call}()",
-            ("weights go to an engine in one call, which moves and puts back what it needs",),
-            "refit_policy_generation(policy, policy_generation, colocated_inference)",
-        )
+    def _send(self, nbytes: int | None) -> Transfer:
+        site = call_site()
+        with speaking("shim", site):
+            turn = lambda: self._turn("a push of weights", "refit_mode()")  # noqa: E731 (made anew where it is used)
+            return send(self._control, site, None if nbytes is None else max(1, nbytes), turn)
+
+    def generate(self, data: Batch, greedy: bool = False, **kwargs: Any) -> BatchedDataDict:
+        """Sample with the policy's own in-process engine.
+
+        Contract: needs the weights on the device; leaves the module in eval. Scope: ``with policy.generation_mode() as p:
+        p.generate(batch)``. Guide: migration/README.md.
+
+        Args:
+            data: ``input_ids [B, S]`` right-padded prompts, ``input_lengths [B]``.
+            greedy: Take the likeliest token.
+            **kwargs: Sampling parameters.
+
+        Returns:
+            ``output_ids``, ``generation_lengths``, ``unpadded_sequence_lengths``, ``logprobs``.
+
+        Raises:
+            UsageError: The policy has no engine of its own, or several.
+            ModeError: The weights are away; the message names the missing legacy call and the scope.
+        """
+        site = call_site()
+        engines: list[InProcessEngine] = self._policy._engines  # noqa: SLF001 (two faces of one policy)
+        if len(engines) != 1:
+            raise UsageError(
+                f"{self._control.label}: generate() at {site} needs one engine that samples from its own weights",
+                (*self._control.explain()[1], f"there are {len(engines)}"),
+                "LegacyGeneration(engine).generate(batch)  # or: with engine.awake() as e: e.generate(batch)",
+            )
+        with speaking("shim", site):
+            return sample_shared(engines[0], data, greedy, site, kwargs)
 
     # -- scopes, for loops that are half migrated ------------------------------------------------------------------------
 
