@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rl_session_migrate.shim.loss import LegacyLoss, as_loss_fn
     from rl_session_migrate.shim.policy import LegacyPolicy
     from rl_session_migrate.shim.value import LegacyValue
+    from rl_session_migrate.verify import Report, verify
 
 _HOMES = {
     "rl_session_migrate.shim.batch": ("BatchedDataDict",),
@@ -30,6 +31,7 @@ _HOMES = {
     "rl_session_migrate.shim.loss": ("LegacyLoss", "as_loss_fn"),
     "rl_session_migrate.shim.policy": ("LegacyPolicy",),
     "rl_session_migrate.shim.value": ("LegacyValue",),
+    "rl_session_migrate.verify": ("Report", "verify"),
 }
 
 __all__ = [
@@ -39,8 +41,10 @@ __all__ = [
     "LegacyLoss",
     "LegacyPolicy",
     "LegacyValue",
+    "Report",
     "as_loss_fn",
     "refit_policy_generation",
+    "verify",
 ]
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

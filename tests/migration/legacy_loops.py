@@ -240,6 +240,8 @@ def ppo_legacy(policy: Any, value: Any, generation: Any, refit: Any, losses: Any
 
 def ppo_scoped(policy: Any, value: Any, engine: Any, losses: Any, history: list[Any]) -> None:
     loss_fn, value_loss_fn = losses
+    policy.offload()
+    value.offload()
     for step in range(2):
         policy.refit(engine)
         with engine.awake() as awake:

@@ -13,7 +13,7 @@ from shim_rig import Actor, Critic
 
 import rl_session as rs
 from rl_session.testing import EmulatedDevice, FakeEngine
-from rl_session_migrate import LegacyGeneration, LegacyPolicy, LegacyValue, as_loss_fn, refit_policy_generation
+from rl_session_migrate import LegacyGeneration, LegacyPolicy, LegacyValue, as_loss_fn, refit_policy_generation, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
 
@@ -74,6 +74,14 @@ def assert_same_state(a: World, b: World) -> None:
         assert all(torch.equal(left[name], right[name]) for name in left), kind
 
 
+def assert_proved(legacy: World, scoped: World) -> None:
+    report = verify(legacy.path, scoped.path)
+    assert report.equal, str(report)
+    assert report.num_digests > 0
+    assert report.scoped.peak <= report.legacy.peak
+    assert all(moment.call_site.startswith("legacy_loops.py:") for moment in report.moments if moment.kind == "call")
+
+
 backends = pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 
 
@@ -95,6 +103,7 @@ def test_grpo(worlds: Callable[..., World], tmp_path: Path, backend: Any) -> Non
     loops.grpo_scoped(scoped.policy, scoped.engine, as_loss_fn(loss), tmp_path / "b", b)
     assert_same(a, b)
     assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
     assert (tmp_path / "a" / "step_1" / "optimizer").is_dir()
 
 
@@ -116,6 +125,7 @@ def test_ppo(worlds: Callable[..., World], backend: Any) -> None:
     loops.ppo_scoped(scoped.policy, scoped.value, scoped.engine, tuple(map(as_loss_fn, losses)), b)
     assert_same(a, b)
     assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
 
 
 @backends
@@ -129,6 +139,7 @@ def test_dpo_with_the_reference_in_train_state(worlds: Callable[..., World], bac
     loops.dpo_scoped(scoped.policy, as_loss_fn(loss), b)
     assert_same(a, b)
     assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
 
 
 @backends
@@ -142,3 +153,4 @@ def test_a_step_that_stays_open(worlds: Callable[..., World], backend: Any) -> N
     loops.streaming_scoped(scoped.policy, as_loss_fn(loss), b)
     assert_same(a, b)
     assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
