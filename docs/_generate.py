@@ -6,6 +6,7 @@ A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Callable
@@ -78,11 +79,31 @@ def state_diagram() -> str:
     return "```mermaid\n" + "\n".join(lines) + "\n```\n"
 
 
+def _faults() -> list[list[str]]:
+    """One row a test that tells its story: others, here, by."""
+    rows = []
+    for path in sorted((DOCS.parent / "tests" / "faults").glob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            told = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+            if not isinstance(node, ast.FunctionDef) or told is None or not node.name.startswith("test_row_"):
+                continue
+            parts = dict(re.findall(r"^(Others|Here|By): (.*?)(?=\n(?:Here|By):|\Z)", told, re.MULTILINE | re.DOTALL))
+            cells = [" ".join(parts[key].split()) for key in ("Others", "Here", "By")]
+            rows.append([str(int(node.name.split("_")[2])), *cells, f"`{node.name}`"])
+    return sorted(rows, key=lambda row: int(row[0]))
+
+
+def fault_table() -> str:
+    """What others report, and what happens here."""
+    return _table(["row", "what others report", "what happens here", "the mechanism", "the test"], _faults())
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "mode-table": mode_table,
     "call-table": call_table,
     "nesting-table": nesting_table,
     "state-diagram": state_diagram,
+    "fault-table": fault_table,
 }
 
 
