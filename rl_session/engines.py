@@ -17,6 +17,7 @@ from rl_session.driver.control import Control, Frame
 from rl_session.driver.engine_control import EngineControl, EngineFrame
 from rl_session.driver.handles import EngineCalls, EngineGenerationCalls
 from rl_session.driver.ownership import Token
+from rl_session.errors import EngineError
 from rl_session.lifecycle import Mode
 from rl_session.offload.device import Device
 from rl_session.scope import Scope
@@ -85,11 +86,8 @@ class EngineHandle:
 
         Returns:
             ``state``, ``version``, ``weights`` ("first", "unset", "pushed", "discarded" or "torn"), ``health``, ``in_flight``,
-            ``awake`` (tag to bytes), ``asleep`` (tag to the bytes it would take), ``device`` (None: its own), ``releasable``
-            (bytes that may be taken from it now).
-
-        Raises:
-            EngineError: It cannot say what it would take.
+            ``awake`` (tag to bytes), ``asleep`` (tag to the bytes it would take, None where it cannot say), ``device`` (None:
+            its own), ``releasable`` (bytes that may be taken from it now).
         """
         control = self._control
         awake = control.sizes
@@ -101,7 +99,7 @@ class EngineHandle:
             "health": control.health,
             "in_flight": control.drain.num_in_flight,
             "awake": awake,
-            "asleep": {tag: control.needed_for((tag,)) for tag in control.tags if tag not in awake},
+            "asleep": {tag: _needed(control, tag) for tag in control.tags if tag not in awake},
             "device": None if control.device is None else repr(control.device),
             "releasable": releasable,
         }
@@ -168,6 +166,14 @@ class EngineHandle:
             self._control.close(f"close() at {call_site()}")
         finally:
             self._on_close(self)
+
+
+def _needed(control: EngineControl, tag: str) -> int | None:
+    """Bytes that a tag would take; an engine that cannot say is shown too."""
+    try:
+        return control.needed_for((tag,))
+    except EngineError:
+        return None
 
 
 class EngineScope(Scope[H_co]):

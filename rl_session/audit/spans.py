@@ -106,6 +106,10 @@ class SpanBuilder:
         if opening is not None:
             kind, key, name = opening
             left = self._open.pop(_key(kind, key, record), None)
+            if left is not None and kind == "engine":  # another part of it woke: it is the same time awake
+                tags = [*(left.record.get("tags") or ()), *(record.get("tags") or ())]
+                self._open[_key(kind, key, record)] = attrs.evolve(left, record={**left.record, "tags": tags})
+                return found
             if left is not None:
                 found.append(self._close(left, None, self._now[source]))
             self._open[_key(kind, key, record)] = _Open(kind, _name(name, record), now, record)

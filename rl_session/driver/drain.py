@@ -49,8 +49,11 @@ class Drain:
 
     @property
     def num_in_flight(self) -> int:
-        """What the engine says, or what we know of where that is more."""
-        return max(self._num_calls, num_in_flight_of(self._engine))
+        """What the engine says, or what we know of where that is more; an engine that cannot say is told by its sleep."""
+        try:
+            return max(self._num_calls, num_in_flight_of(self._engine))
+        except Exception:  # messages ask too: one about a dead engine must not fail for the death
+            return self._num_calls
 
     def wait(self) -> str:
         """Wait until nothing is in flight.

@@ -125,7 +125,7 @@ class EngineControl:
         self.drain = Drain(engine, drain_timeout_seconds, refuses=on_busy == "refuse")
         self.version = 0
         self.weights: Weights = "unset" if getattr(engine, "requires_refit", False) else "first"
-        self.pushed: tuple[object, int] | None = None
+        self.pushed: tuple[weakref.ref[Control], int] | None = None
         """Which policy was pushed, and at which epoch of its weights."""
         self.refitting: Control | None = None
         """The policy whose weights are being pushed, during :func:`rl_session.driver.refit.refit`."""
@@ -288,13 +288,20 @@ class EngineControl:
         return bool(self.frames) and self.frames[-1].holder() is None
 
     def close_orphans(self) -> None:
-        """Forget scopes whose object is gone; the engine is idle then."""
-        while self.has_orphans:
-            frame = self.frames.pop()
-            message = f"{self.label}: {frame.describe()} was entered and never left (interrupted?); it is closed now"
-            self._record(events.WarningIssued(code="orphaned_scope", message=message), scope_id=frame.scope_id)
-            if not self.frames:
-                self.ownership.release()
+        """Forget scopes whose object is gone; the engine is idle then. Left to whoever is at work on it, if somebody is."""
+        if not self.has_orphans or not self.lock.acquire(blocking=False):
+            return
+        try:
+            while self.has_orphans:
+                frame = self.frames.pop()
+                message = (
+                    f"{self.label}: {frame.describe()} was entered and never left (interrupted?); it is closed now"
+                )
+                self._record(events.WarningIssued(code="orphaned_scope", message=message), scope_id=frame.scope_id)
+                if not self.frames:
+                    self.ownership.release()
+        finally:
+            self.lock.release()
 
     def enter(
         self,
@@ -551,7 +558,10 @@ class EngineControl:
             self._record(slept, scope_id=scope_id)
 
     def _drain(self, what: str, reason: str) -> None:
-        problem = self.drain.wait()
+        try:
+            problem = self.drain.wait()
+        except Exception as error:
+            self._reraise(error, f"{what}: waiting for it", reason)
         if problem:
             self._warn("engine_busy", f"{what}: {problem}")
             raise self._failed(f"{what}: {problem}", reason, remedy=_BUSY)
@@ -559,7 +569,7 @@ class EngineControl:
     def _settle_pending(self) -> None:
         """On the way into a scope: a sleep that failed half-way is made up for; one that was only refused is forgotten."""
         if self.pending and self._half_asleep:
-            self.put_to_sleep(f"pending: {self.pending}")
+            self.put_to_sleep(self.pending)
         self.pending = ""
 
     # -- weights -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ has to make room for it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,10 @@ class _Refit:
         return self._engine.version
 
     def _is_current(self, stamp: int | None) -> bool:
-        return stamp is not None and self._engine.weights == "pushed" and self._engine.pushed == (self._control, stamp)
+        pushed = self._engine.pushed
+        if stamp is None or pushed is None or self._engine.weights != "pushed":
+            return False
+        return pushed[0]() is self._control and pushed[1] == stamp
 
     def _refuse_in_vain(self) -> None:
         engine = self._engine
@@ -165,7 +169,7 @@ class _Refit:
         engine.wake(engine.tags[:1], self._reason, scope_id=self._scope_id, reserve=min(total, _BUCKET_CAP))
         epoch = control.run.freshness.epoch
         engine.push(buckets_of(control, self._bucket_size(largest)), self._reason)
-        engine.pushed = (control, epoch)
+        engine.pushed = (weakref.ref(control), epoch)
         self._publish(nbytes=total)
         if not self._keeps_engine:
             self._put_engine_back()

@@ -6,6 +6,7 @@ Any object with these methods will do; nothing has to be inherited. Knows nothin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -79,8 +80,9 @@ def check_engine(engine: object, name: str, *, has_sizes: bool) -> None:
     """
     wanted = _METHODS if has_sizes else (*_METHODS, "bytes_needed")
     missing = [method for method in wanted if not callable(getattr(engine, method, None))]
-    if not hasattr(engine, "in_flight"):
-        missing.append("in_flight")
+    with suppress(Exception):  # a property that fails is there
+        if not hasattr(engine, "in_flight"):
+            missing.append("in_flight")
     if missing:
         raise ConfigError(
             f"session.engine({name!r}): {type(engine).__name__} is no generation engine",
