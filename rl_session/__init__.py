@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_session.audit import read_audit
     from rl_session.config import OffloadConfig
+    from rl_session.engines import EngineHandle
     from rl_session.errors import (
         ArgumentError,
         AuditError,
@@ -44,13 +45,15 @@ if TYPE_CHECKING:
         ScopeError,
         ScopeOrderError,
         ScopeReuseError,
+        ShimInScopeError,
+        StaleWeightsError,
         StepClosedError,
         TransitionError,
         UnsupportedError,
         UsageError,
         WorldError,
     )
-    from rl_session.generation import InProcessEngine
+    from rl_session.generation import GenerationEngine, InProcessEngine, VLLMEngine
     from rl_session.lifecycle import Component, Mode, Placement, Tier
     from rl_session.metrics import max, mean, min
     from rl_session.policy import Policy, ValueModel
@@ -60,7 +63,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "rl_session.audit": ("read_audit",),
     "rl_session.config": ("OffloadConfig",),
-    "rl_session.generation": ("InProcessEngine",),
+    "rl_session.engines": ("EngineHandle",),
+    "rl_session.generation": ("GenerationEngine", "InProcessEngine", "VLLMEngine"),
     "rl_session.lifecycle": ("Component", "Mode", "Placement", "Tier"),
     "rl_session.metrics": ("max", "mean", "min"),
     "rl_session.policy": ("Policy", "ValueModel"),
@@ -79,7 +83,9 @@ __all__ = [
     "ConfigError",
     "DeviceMemoryError",
     "EngineError",
+    "EngineHandle",
     "FaultedError",
+    "GenerationEngine",
     "HostMemoryError",
     "InProcessEngine",
     "IntegrityError",
@@ -101,12 +107,15 @@ __all__ = [
     "ScopeOrderError",
     "ScopeReuseError",
     "Session",
+    "ShimInScopeError",
+    "StaleWeightsError",
     "Step",
     "StepClosedError",
     "Tier",
     "TransitionError",
     "UnsupportedError",
     "UsageError",
+    "VLLMEngine",
     "ValueModel",
     "WorldError",
     "attach",

@@ -4,13 +4,15 @@ r"""Every error this library raises, in one tree, with a short stable code each.
       UsageError (RuntimeError)            your call was wrong, nothing was changed
         ModeError            RLS101        the call is not legal in the mode in effect
         NestingError         RLS102 \
-        ScopeReuseError      RLS103  >     ScopeError: scopes entered, left or nested wrongly
-        ScopeOrderError      RLS104 /
+        ScopeReuseError      RLS103  \     ScopeError: scopes entered, left or nested wrongly
+        ScopeOrderError      RLS104  /
+        ShimInScopeError     RLS112 /
         OwnershipError       RLS105        another thread, task or process owns the policy
         OpenStepError        RLS106        gradients nobody consumed yet are in the way
         StepClosedError      RLS107        the train step was committed or aborted before
         OffloadedAccessError RLS108        a tensor was touched while its bytes are on the host
-        ClosedError          RLS109        the policy or session was closed
+        ClosedError          RLS109        the policy, engine or session was closed
+        StaleWeightsError    RLS111        an engine has no weights that it may serve
       ArgumentError (ValueError)           what was passed in was wrong, nothing was changed
         ConfigError          RLS201
         BatchError           RLS202
@@ -63,6 +65,8 @@ __all__ = [
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
+    "ShimInScopeError",
+    "StaleWeightsError",
     "StepClosedError",
     "TransitionError",
     "UnsupportedError",
@@ -137,6 +141,12 @@ class ScopeOrderError(ScopeError):
     code = "RLS104"
 
 
+class ShimInScopeError(ScopeError):
+    """A call of the legacy API that moves bytes, while a scope is open: only one of the two can decide where they are."""
+
+    code = "RLS112"
+
+
 class OwnershipError(UsageError):
     """Another thread, task or process owns the policy right now."""
 
@@ -165,6 +175,12 @@ class ClosedError(UsageError):
     """The policy, engine or session was closed or detached."""
 
     code = "RLS109"
+
+
+class StaleWeightsError(UsageError):
+    """A generation engine was asked to serve weights that were discarded, or pushed only in part."""
+
+    code = "RLS111"
 
 
 class ArgumentError(RLSessionError, ValueError):

@@ -11,17 +11,21 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from structlog.typing import Processor
 from torch import Tensor, nn
 
 from rl_session.audit import AuditLog, events
-from rl_session.config import OffloadConfig, Verify, check_budget, check_choice
+from rl_session.config import OffloadConfig, Verify, check_budget, check_choice, check_seconds
 from rl_session.driver.control import Control
+from rl_session.driver.engine_control import EngineControl
 from rl_session.driver.run import Run, error_text
+from rl_session.engines import EngineHandle
 from rl_session.errors import ClosedError, ConfigError, OptimizerError, RLSessionError, UnsupportedError
+from rl_session.generation.in_process import InProcessEngine
+from rl_session.generation.protocol import GenerationEngine
 from rl_session.lifecycle import Mode, Release
 from rl_session.offload.device import Device, as_device
 from rl_session.offload.host_pool import HostPool
@@ -45,6 +49,7 @@ class Session:
         host_budget: The most bytes of host memory all participants together may hold; None for no limit.
         release: When bytes leave the device: "eager" (default), "lazy" or "never".
         verify: "checksum" compares contents at every move; "off" by default.
+        timeout_seconds: How long to wait for somebody else: an engine with requests in flight.
         audit_processors: structlog processors that each record passes through; ``rl_session.audit.forward`` makes some that hand
             it on to a structlog logger, to standard logging or to any callable.
         audit_rotate_nbytes: Begin a new part of the log when it has this many bytes; readers find the parts.
@@ -62,6 +67,7 @@ class Session:
         host_budget: int | None = None,
         release: Release | None = None,
         verify: Verify | None = None,
+        timeout_seconds: float = 600.0,
         audit_processors: Sequence[Processor] = (),
         audit_rotate_nbytes: int | None = None,
     ) -> None:
@@ -71,14 +77,23 @@ class Session:
             check_choice("Session", "verify", verify, ("off", "checksum"))
         check_budget("Session", "device_budget", device_budget)
         check_budget("Session", "host_budget", host_budget)
+        check_seconds("Session", "timeout_seconds", timeout_seconds)
         self._is_implicit = False
         self._opened_at = time.perf_counter()
         self._closed = False
         self._participants: list[TrainableModel] = []
+        self._engines: dict[str, EngineHandle | InProcessEngine] = {}
         self._devices: dict[str, Device] = {}
         log = AuditLog(audit_path, processors=audit_processors, rotate_nbytes=audit_rotate_nbytes)
         pool = HostPool(host_budget, self._warn)
-        self._run = Run(log, pool, release=release or "eager", verify=verify or "off", device_budget=device_budget)
+        self._run = Run(
+            log,
+            pool,
+            release=release or "eager",
+            verify=verify or "off",
+            device_budget=device_budget,
+            timeout_seconds=timeout_seconds,
+        )
         log.write(
             events.SessionOpened(
                 device_budget=device_budget,
@@ -173,8 +188,9 @@ class Session:
         first = worker.start()
         resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
         control = Control(name, kind._kind, LocalGroup(worker), self._run, flags, first, resting, where)  # noqa: SLF001
+        control.digests = spec.verify
         participant = kind(control, where, self._forget)
-        self._run.arbiter.join(control)
+        self._run.arbiter.join(control.seat)
         self._participants.append(participant)
         return participant
 
@@ -188,13 +204,125 @@ class Session:
     def _forget(self, participant: TrainableModel) -> None:
         if participant in self._participants:
             self._participants.remove(participant)
-            self._run.arbiter.part(participant._control)  # noqa: SLF001 (the session made it)
+            self._run.arbiter.part(participant._control.seat)  # noqa: SLF001 (the session made it)
         if self._is_implicit and not self._participants:
             self.close()
 
     def _check_open(self, attempted: str) -> None:
         if self._closed:
             raise ClosedError(f"session: {attempted} after close()", (), "with rs.Session(...) as session: ...")
+
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    @overload
+    def engine(self, name: str) -> Any: ...
+
+    @overload
+    def engine(self, name: str, engine: InProcessEngine) -> InProcessEngine: ...
+
+    @overload
+    def engine(
+        self,
+        name: str,
+        engine: GenerationEngine,
+        *,
+        device: Device | torch.device | str | None = ...,
+        release: Release | None = ...,
+        sleep_level: int = ...,
+        bytes_needed: Mapping[str, int] | None = ...,
+        drain_timeout_seconds: float | None = ...,
+        on_busy: Literal["drain", "refuse"] = ...,
+    ) -> EngineHandle: ...
+
+    def engine(
+        self,
+        name: str,
+        engine: GenerationEngine | InProcessEngine | None = None,
+        *,
+        device: Device | torch.device | str | None = None,
+        release: Release | None = None,
+        sleep_level: int = 1,
+        bytes_needed: Mapping[str, int] | None = None,
+        drain_timeout_seconds: float | None = None,
+        on_busy: Literal["drain", "refuse"] = "drain",
+    ) -> EngineHandle | InProcessEngine:
+        """Take a generation engine into the session, or give back the one of that name.
+
+        Args:
+            name: In messages and in the log.
+            engine: Anything with the methods of :class:`GenerationEngine`; an in-process engine is given back as it is. None
+                for the one that was taken in by that name.
+            device: The device it shares with participants. None: the engine's own ``device``, if it has that attribute;
+                without either it has devices of its own, which nobody has to make room on.
+            release: "eager" puts it to sleep when its scope ends, "lazy" when the room is needed, "never" at no time. None
+                inherits from the session; an engine with devices of its own is "never" put to sleep.
+            sleep_level: 1 keeps the weights on the host while it sleeps; 2 discards them, and a refit must follow.
+            bytes_needed: Bytes of device memory of each tag, instead of asking the engine.
+            drain_timeout_seconds: How long a sleep waits for requests in flight; ``timeout_seconds`` by default.
+            on_busy: Whether it waits at all ("drain"), or fails at once ("refuse").
+
+        Raises:
+            ConfigError: The name is taken or unknown, a value is not one of its choices, or the object is no engine.
+            EngineError: It cannot say how many bytes it takes.
+            ClosedError: The session was closed.
+        """
+        self._check_open(f"engine({name!r})")
+        if engine is None:
+            return self._known_engine(name)
+        if name in self._engines:
+            raise ConfigError(f"engine({name!r}): the name is taken in this session", (), f'engine("{name}2", ...)')
+        if isinstance(engine, InProcessEngine):
+            engine.name = name
+            self._engines[name] = engine
+            return engine
+        check_choice("engine", "release", release, ("eager", "lazy", "never", None))
+        check_choice("engine", "on_busy", on_busy, ("drain", "refuse"))
+        check_choice("engine", "sleep_level", sleep_level, (1, 2))
+        timeout = self._run.timeout_seconds if drain_timeout_seconds is None else drain_timeout_seconds
+        check_seconds("engine", "drain_timeout_seconds", timeout)
+        where = self._device_of_engine(engine, device)
+        control = EngineControl(
+            name,
+            engine,
+            self._run,
+            where,
+            release=release or (self._run.release if where is not None else "never"),
+            sleep_level=sleep_level,
+            sizes=bytes_needed,
+            drain_timeout_seconds=timeout,
+            on_busy=on_busy,
+        )
+        return self._take_in(control)
+
+    def _take_in(self, control: EngineControl) -> EngineHandle:
+        handle = EngineHandle(control, self._forget_engine)
+        control.handle = handle
+        if control.device is not None:
+            self._run.arbiter.join(control)
+        self._run.engines.append(control)
+        self._engines[control.name] = handle
+        return handle
+
+    def _known_engine(self, name: str) -> EngineHandle | InProcessEngine:
+        if name not in self._engines:
+            listed = ", ".join(repr(known) for known in self._engines) or "none"
+            raise ConfigError(
+                f"engine({name!r}): there is no such engine", (f"engines: {listed}",), f"session.engine({name!r}, vllm)"
+            )
+        return self._engines[name]
+
+    def _device_of_engine(self, engine: object, device: Device | torch.device | str | None) -> Device | None:
+        wanted = device if device is not None else getattr(engine, "device", None)
+        if wanted is None:
+            return None
+        return self._device(wanted, torch.device("cpu"))
+
+    def _forget_engine(self, handle: EngineHandle) -> None:
+        control = handle._control  # noqa: SLF001 (the session made it)
+        self._engines.pop(handle.name, None)
+        if control in self._run.engines:
+            self._run.engines.remove(control)
+        self._run.arbiter.part(control)
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -229,19 +357,20 @@ class Session:
         """
         self._check_open(f"make_room({nbytes})")
         check_budget("make_room", "nbytes", nbytes)
-        devices = (
-            [device] if device is not None else list({id(p.device): p.device for p in self._participants}.values())
-        )
-        for each in devices:
+        for each in [device] if device is not None else self._all_devices():
             self._run.arbiter.make_room(each, nbytes)
+
+    def _all_devices(self) -> list[Device]:
+        found = [p.device for p in self._participants] + [e.device for e in self._run.engines]
+        return list({id(device): device for device in found if device is not None}.values())
 
     def memory(self) -> dict[str, Any]:
         """Who holds what, where.
 
         Returns:
             ``participants``: name to what :meth:`Policy.memory` gives, and ``releasable``: component to bytes that may be
-            evicted; ``devices``: a list of ``budget`` (None: no limit) and ``in_use``; ``host_in_use`` and
-            ``host_held`` of the shared pool.
+            evicted; ``engines``: name to what :meth:`EngineHandle.memory` gives; ``devices``: a list of ``budget`` (None: no
+            limit) and ``in_use``, awake engines included; ``host_in_use`` and ``host_held`` of the shared pool.
 
         Raises:
             ClosedError: The session was closed.
@@ -249,24 +378,22 @@ class Session:
         self._check_open("memory()")
         participants = {}
         for participant in self._participants:
-            held = participant._control.holdings()  # noqa: SLF001
+            held = participant._control.seat.holdings()  # noqa: SLF001
             releasable = {h.component: h.nbytes for h in held if h.releasable}
             participants[participant.name] = {**participant.memory(), "releasable": releasable}
         return {
             "participants": participants,
-            "devices": [
-                {"device": repr(device), **self._run.arbiter.usage(device)}
-                for device in {id(p.device): p.device for p in self._participants}.values()
-            ],
+            "engines": {name: e.memory() for name, e in self._engines.items() if isinstance(e, EngineHandle)},
+            "devices": [{"device": repr(device), **self._run.arbiter.usage(device)} for device in self._all_devices()],
             "host_in_use": self._run.pool.in_use_bytes,
             "host_held": self._run.pool.held_bytes,
         }
 
     def close(self) -> None:
-        """Close every participant, last attached first, and the log. Goes on after an error and raises the first.
+        """Close every engine, then every participant, last come first, and the log. Goes on after an error and raises the first.
 
         Raises:
-            RLSessionError: A participant could not be closed; the others are.
+            RLSessionError: An engine or a participant could not be closed; the others are.
         """
         self._close(None)
 
@@ -275,9 +402,12 @@ class Session:
             return
         self._closed = True
         failures: list[RLSessionError] = []
-        for participant in reversed(list(self._participants)):
+        handles = [e for e in self._engines.values() if isinstance(e, EngineHandle)]
+        # Engines first: asleep they leave room for models that are given back on the device.
+        closing: list[EngineHandle | TrainableModel] = [*reversed(handles), *reversed(self._participants)]
+        for closable in closing:
             try:
-                participant.close()
+                closable.close()
             except RLSessionError as error:
                 failures.append(error)
         self._run.pool.trim()

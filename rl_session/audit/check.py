@@ -164,7 +164,7 @@ class _Source:
     mono_ns: int = 0
     session: _Dict | None = None
     closed: _Dict | None = None
-    engines: dict[tuple[str, int | None], _Dict] = attrs.field(factory=dict)
+    engines: dict[tuple[str, str | None], _Dict] = attrs.field(factory=dict)
 
 
 @attrs.define
@@ -409,10 +409,10 @@ class _Checker:
         self._lost.add(f"rank:{record['rank']}")
 
     def _engine_woken(self, record: _Dict) -> None:
-        self._sources[record["source"]].engines[record["engine"], record["scope_id"]] = record
+        self._sources[record["source"]].engines[record["engine"], record["policy"]] = record
 
     def _engine_slept(self, record: _Dict) -> None:
-        self._sources[record["source"]].engines.pop((record["engine"], record["scope_id"]), None)
+        self._sources[record["source"]].engines.pop((record["engine"], record["policy"]), None)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -455,7 +455,12 @@ class _Checker:
     def _left_open(self) -> list[Unfinished]:
         """What has no end. A session that was closed by an error counts as ended; its policies may not have."""
         left = [_left("session", "session", s.session) for s in self._sources.values() if s.session and not s.closed]
-        left += [_left("engine", name, woken) for s in self._sources.values() for (name, _), woken in s.engines.items()]
+        left += [
+            _left("engine", name, woken)
+            for source in self._sources.values()
+            for (name, policy), woken in source.engines.items()
+            if policy is not None or not source.closed  # an engine of no policy outlives the session: it may stay awake
+        ]
         for state in self._replay.state.policies.values():
             if state.health != "closed":
                 left += _of_policy(state)

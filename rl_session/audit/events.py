@@ -243,12 +243,16 @@ class TransitionStarted(Event):
         from_mode: The mode in effect.
         to_mode: The mode wanted.
         reason: Why, for example ``"enter"``, ``"exit"``, ``"switch"`` or ``"make_room"``.
+        via: Who asked: ``"scope"``, ``"switch"``, ``"shim"`` (the legacy API) or ``"session"``; None where nobody said.
+        call_site: ``"file:line"`` of the user's code, where there is one.
     """
 
     event: ClassVar[str] = "transition.started"
     from_mode: str
     to_mode: str
     reason: str
+    via: str | None = None
+    call_site: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -344,6 +348,9 @@ class CallFinished(Event):
         seconds: How long it took.
         error: What it raised, or None.
         changed: Components whose bytes appeared or vanished.
+        via: ``"shim"`` where it came through the legacy API, else None.
+        call_site: ``"file:line"`` of the user's code, where there is one.
+        digest: Of the tensors in the result, with ``verify="checksum"``: equal results have equal digests.
     """
 
     event: ClassVar[str] = "call.finished"
@@ -352,6 +359,9 @@ class CallFinished(Event):
     seconds: float
     error: str | None = None
     changed: tuple[Change, ...] = attrs.field(default=(), converter=_changes)
+    via: str | None = None
+    call_site: str | None = None
+    digest: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -452,13 +462,18 @@ class WeightsPublished(Event):
     """An engine holds the policy's weights of this version.
 
     Attributes:
-        version: Counts publications, from 1.
+        version: Counts the pushes to this engine, from 1.
         nbytes: Bytes sent.
+        engine: Its name in the session; None where the writer did not say.
+        skipped: True where the engine held these bytes already: nothing was sent, and the version stands. None or False
+            where they were sent.
     """
 
     event: ClassVar[str] = "weights.published"
     version: int
     nbytes: int
+    engine: str | None = None
+    skipped: bool | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -468,11 +483,13 @@ class EngineWoken(Event):
     Attributes:
         engine: Its name in the session.
         tags: Which parts woke (``"weights"``, ``"kv_cache"``); empty for all.
+        nbytes: Bytes of device memory that they take, as the engine declares; None where it shares the policy's.
     """
 
     event: ClassVar[str] = "engine.woken"
     engine: str
     tags: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    nbytes: int | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -482,11 +499,13 @@ class EngineSlept(Event):
     Attributes:
         engine: Its name in the session.
         level: The engine's own sleep level.
+        reason: Why, in words; None where the writer did not say.
     """
 
     event: ClassVar[str] = "engine.slept"
     engine: str
     level: int = 1
+    reason: str | None = None
 
 
 @attrs.frozen(kw_only=True)

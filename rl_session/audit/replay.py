@@ -106,6 +106,7 @@ class _Policy:
         "snapshot",
         "transition",
         "unsure",
+        "versions",
         "way_out",
         "weights_version",
     )
@@ -127,6 +128,7 @@ class _Policy:
         self.way_out: tuple[tuple[str, int | None], str] | None = None
         self.open_step: OpenStep | None = None
         self.weights_version: int | None = None
+        self.versions: dict[str | None, int] = {}
         self.reference_in = False
         self.open_call: OpenCall | None = None
         self.snapshot: PolicyState | None = None
@@ -460,10 +462,11 @@ class Replay:
         policy.open_call = OpenCall("load_checkpoint", record["source"], record["seq"], record["time_ns"])
 
     def _published(self, policy: _Policy, record: _Dict) -> None:
-        version = record["version"]
-        if policy.weights_version is not None and version <= policy.weights_version:
-            self._say("weights_version", f"policy {policy.name!r}: version {version} after {policy.weights_version}")
-        policy.weights_version = version
+        version, engine = record["version"], record.get("engine")
+        before = policy.versions.get(engine)  # each engine counts its own
+        if before is not None and (version < before if record.get("skipped") else version <= before):
+            self._say("weights_version", f"policy {policy.name!r}: version {version} after {before}")
+        policy.versions[engine] = policy.weights_version = version
 
 
 def _nothing(_code: str, _message: str) -> None:

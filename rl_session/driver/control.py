@@ -10,21 +10,22 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
 from rl_session.audit import events
-from rl_session.driver.arbiter import Wish
+from rl_session.driver.beside import quiet_engines, refuse_beside_engine
+from rl_session.driver.callsite import Speaker, speaker
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
 from rl_session.driver.ownership import Ownership, Token
+from rl_session.driver.room import PolicySeat
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import (
     ClosedError,
-    ConfigError,
     FaultedError,
     ModeError,
     NestingError,
@@ -34,6 +35,8 @@ from rl_session.errors import (
 )
 from rl_session.lifecycle import (
     CALL_NEEDS,
+    Cell,
+    Cells,
     Component,
     Flags,
     Mode,
@@ -45,7 +48,7 @@ from rl_session.lifecycle import (
     scope_to_write,
 )
 from rl_session.offload.device import Device
-from rl_session.planning import Holding
+from rl_session.workers.digest import digest_of
 from rl_session.workers.group import WorkerGroup
 from rl_session.workers.replies import (
     CallResult,
@@ -54,13 +57,24 @@ from rl_session.workers.replies import (
     Lost,
     Ok,
     Reply,
-    Room,
     TransitionReply,
     TransitionRequest,
     error_of,
 )
 
-__all__ = ["Control", "Frame"]
+__all__ = ["Companion", "Control", "Frame"]
+
+
+class Companion(Protocol):
+    """An external engine beside a scope: awake while it is open."""
+
+    def enter(self, holder: Any, call_site: str, scope_id: int) -> None:
+        """Wake, after the policy has made its move."""
+        ...
+
+    def leave(self) -> None:
+        """Let go, before the policy moves back."""
+        ...
 
 
 @attrs.define(eq=False)
@@ -70,19 +84,23 @@ class Frame:
     Attributes:
         scope_id: Its number in the log.
         mode: Its mode.
+        row: The row of the mode table that decides what is where and what may be called: that of its mode, unless an
+            external engine generates.
         spelling: How the user wrote it, such as ``training_mode()``.
         placement: The placement reached at entry, with conditional cells decided: what inner scopes come back to.
         outer_mode: The mode it was entered from.
         call_site: Where it was entered.
         holder: The user's scope object, weakly: when it is gone, the scope is an orphan.
         moved: Whether entry was a transition (it is not when the mode was in effect already).
-        engine: The name of the engine that the scope woke, if it woke one.
+        engine: The name of the in-process engine that the scope opened, if it opened one.
+        companion: The external engine that is awake while the scope is open, if one is.
         undo: Restores what entry set for the user's own forwards, if anything.
         entered_at: ``time.perf_counter()`` at entry.
     """
 
     scope_id: int
     mode: Mode
+    row: Mode
     spelling: str
     placement: Placement
     outer_mode: Mode
@@ -90,6 +108,7 @@ class Frame:
     holder: weakref.ref[Any]
     moved: bool
     engine: str = ""
+    companion: Companion | None = None
     undo: Callable[[], None] | None = None
     entered_at: float = attrs.field(factory=time.perf_counter)
 
@@ -130,6 +149,8 @@ class Control:
         self.run = run
         self.flags = flags
         self.mode = first.mode
+        self.row = first.mode
+        """The row of the mode table in effect; another than the mode's own while an external engine generates."""
         self.resting_mode = base
         self.resting = first.placement
         self.frames: list[Frame] = []
@@ -142,11 +163,18 @@ class Control:
         self.last_move = "nothing has moved since attach"
         self.step: Any = None
         """The user's open train step, if one is open."""
-        self._explicit: Placement | None = None
+        self.digests = False
+        """Whether records of calls carry a digest of the result."""
+        self.resting_cells: Cells | None = None
+        """What the resting placement asks of each component, where that is no mode's row (a legacy call's).
+
+        A scope of the resting mode is entered by a transition then: its own row may want something else.
+        """
         self._pending_release = False
         self._calls = 0
         self._moving = ""
         """The reason of the transition that is running, if one is."""
+        self.seat = PolicySeat(self)
         self.journal = Journal(name, run)
         self._record = self.journal.write
         self.journal.created(first, group.num_ranks)
@@ -241,9 +269,26 @@ class Control:
             self.ownership.release(token)
 
     def enter(
-        self, holder: Any, mode: Mode, spelling: str, call_site: str, *, via: str = "scope", engine: str = ""
+        self,
+        holder: Any,
+        mode: Mode,
+        spelling: str,
+        call_site: str,
+        *,
+        via: str = "scope",
+        engine: str = "",
+        companion: Companion | None = None,
     ) -> Frame:
         """Open a scope; the caller is the owner.
+
+        Args:
+            holder: The user's object, which is held weakly.
+            mode: Which mode.
+            spelling: How the user wrote it.
+            call_site: Where.
+            via: Who asks.
+            engine: The name of the in-process engine that it opens.
+            companion: An external engine on the policy's device: the policy goes where OFFLOADED has it, then that wakes.
 
         Raises:
             NestingError, ScopeError: It may not be opened here; nothing changed.
@@ -253,7 +298,8 @@ class Control:
             self.ready(spelling)
             self._check_nesting(mode, spelling, call_site)
             self.last_used = self.run.arbiter.tick()
-            frame = self._open_frame(holder, mode, spelling, call_site)
+            row = mode if companion is None else Mode.OFFLOADED
+            frame = self._open_frame(holder, mode, row, spelling, call_site)
             self.frames.append(frame)
             self._record(
                 events.ScopeEntered(
@@ -268,7 +314,20 @@ class Control:
             if engine and frame.moved:  # in the mode in effect the engine is awake already
                 frame.engine = engine
                 self._record(events.EngineWoken(engine=engine, tags=["weights"]), scope_id=frame.scope_id)
+            if companion is not None:
+                self._wake(companion, frame, holder)
             return frame
+
+    def _wake(self, companion: Companion, frame: Frame, holder: Any) -> None:
+        """Wake the engine of a scope that was opened; if it does not wake, the scope is closed again."""
+        try:
+            companion.enter(holder, frame.call_site, frame.scope_id)
+        except BaseException as error:
+            failure = self._try_close(frame, error_text(error))
+            if failure is not None:
+                error.add_note(f"and while leaving {frame.spelling}: {failure}")
+            raise
+        frame.companion = companion
 
     def _check_nesting(self, mode: Mode, spelling: str, call_site: str) -> None:
         if self._calls:
@@ -277,7 +336,9 @@ class Control:
                 self.explain()[1],
                 f"with policy.{spelling}: ...  # around the call, not inside its loss or forward",
             )
-        if self.frames and not may_nest(self.frames[-1].mode, mode):
+        if self.run.engines:
+            refuse_beside_engine(self, mode, spelling, call_site)
+        if self.frames and not _may_nest(self.frames[-1], mode):
             outer = self.frames[-1]
             raise NestingError(
                 f"{self.label}: {spelling} at {call_site} inside {outer.describe()}",
@@ -285,18 +346,19 @@ class Control:
                 f"with policy.{spelling}: ...  # after the block of {outer.spelling} has ended",
             )
 
-    def _open_frame(self, holder: Any, mode: Mode, spelling: str, call_site: str) -> Frame:
+    def _open_frame(self, holder: Any, mode: Mode, row: Mode, spelling: str, call_site: str) -> Frame:
         outer_mode = self.mode
         self._retry_release(spelling)
         scope_id = self.run.next_scope_id()
         placement = self.frames[-1].placement if self.frames else self.resting
-        moves = mode is not self.mode
+        moves = mode is not self.mode or row is not self.row or (self.resting_cells is not None and not self.frames)
         if moves:
-            reply = self._transition(mode, f"entering {spelling} at {call_site}", scope_id=scope_id)
+            reason, said = f"entering {spelling} at {call_site}", Speaker("scope", call_site)
+            reply = self._transition(mode, reason, scope_id=scope_id, row=row, said=said)
             placement = reply.placement
             if not self.frames:
                 self.resting = reply.before
-        return Frame(scope_id, mode, spelling, placement, outer_mode, call_site, weakref.ref(holder), moves)
+        return Frame(scope_id, mode, row, spelling, placement, outer_mode, call_site, weakref.ref(holder), moves)
 
     def leave(self, frame: Frame, error: BaseException | None) -> None:
         """Close a scope, and those still open inside it.
@@ -354,11 +416,13 @@ class Control:
         if frame.undo is not None:
             frame.undo()
             frame.undo = None
-        outer_mode = self.frames[-1].mode if self.frames else self.resting_mode
         failure: BaseException | None = None
         try:
-            if self.mode is not outer_mode and self.fault is None:
-                self._go_outside(outer_mode, f"leaving {frame.describe()}", frame.scope_id)
+            if frame.companion is None:
+                self._leave_row(frame)
+            else:
+                with _after(frame.companion):
+                    self._leave_row(frame)
         except BaseException as raised:
             failure = raised
             raise
@@ -373,35 +437,55 @@ class Control:
                 scope_id=frame.scope_id,
             )
 
+    def _leave_row(self, frame: Frame) -> None:
+        outer_mode, outer_row = self._outside()
+        parked = self.resting_cells is not None and not self.frames and frame.moved
+        if (self.mode is not outer_mode or self.row is not outer_row or parked) and self.fault is None:
+            self._go_outside(outer_mode, f"leaving {frame.describe()}", frame.scope_id)
+
+    def _outside(self) -> tuple[Mode, Mode]:
+        """Mode and row of the innermost scope, or of rest."""
+        return (self.frames[-1].mode, self.frames[-1].row) if self.frames else (self.resting_mode, self.resting_mode)
+
     def _go_outside(self, outer_mode: Mode, reason: str, scope_id: int | None) -> None:
         """Go to the mode of what is the innermost scope now, or of rest; whatever fails, that mode is in effect.
 
         A release that failed is pending: what moves next tries it again.
         """
         stored = self.frames[-1].placement if self.frames else self.resting
-        explicit = None if self.frames else self._explicit
+        cells = None if self.frames else self.resting_cells
+        _, row = self._outside()
+        rests = not self.frames
         try:
-            self._transition(
-                outer_mode, reason, scope_id=scope_id, stored=stored, explicit=explicit, rests=not self.frames
-            )
+            self._transition(outer_mode, reason, scope_id=scope_id, stored=stored, cells=cells, row=row, rests=rests)
         except BaseException:
             if self.fault is None:
                 self._pending_release = True
-                self.mode = outer_mode
+                self.mode, self.row = outer_mode, row
             raise
 
     def _retry_release(self, attempted: str) -> None:
         """The way out of an earlier scope failed: make up for it before anything else."""
         if self._pending_release:
-            mode = self.frames[-1].mode if self.frames else self.resting_mode
+            mode, _ = self._outside()
             self._go_outside(mode, f"pending release, before {attempted}", None)
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def switch(
-        self, mode: Mode, spelling: str, call_site: str, *, evict: bool = False, explicit: Placement | None = None
-    ) -> None:
+        self, mode: Mode, spelling: str, call_site: str, *, evict: bool = False, cells: Cells | None = None
+    ) -> TransitionReply | None:
         """Change the resting mode.
+
+        Args:
+            mode: The mode to rest in.
+            spelling: How the user wrote it.
+            call_site: Where.
+            evict: Whether bytes leave under a lazy release too.
+            cells: What to ask of each component instead of the mode's row, now and whenever scopes end.
+
+        Returns:
+            What the transition did; None when nothing was to do.
 
         Raises:
             ScopeError: A scope is open.
@@ -413,14 +497,17 @@ class Control:
             with self.changing():
                 self.ready(spelling)
                 self._check_outside(spelling, call_site)
-                same = mode is self.mode is self.resting_mode and explicit is None is self._explicit
+                refuse_beside_engine(self, mode, spelling, call_site)
+                same = mode is self.mode is self.resting_mode and cells is None is self.resting_cells
                 if same and not self._pending_release and not evict:
-                    return
+                    return None
                 lazy = evict and self.flags.release == "lazy"
                 flags = attrs.evolve(self.flags, release="eager") if lazy else self.flags
                 reason = f"{spelling} at {call_site}"
-                reply = self._transition(mode, reason, scope_id=None, explicit=explicit, flags=flags, rests=True)
-                self.resting, self.resting_mode, self._explicit = reply.placement, mode, explicit
+                said = speaker() or Speaker("switch", call_site)
+                reply = self._transition(mode, reason, scope_id=None, cells=cells, flags=flags, rests=True, said=said)
+                self.resting, self.resting_mode, self.resting_cells = reply.placement, mode, cells
+                return reply
         finally:
             self.let_go(token)
 
@@ -441,24 +528,37 @@ class Control:
         scope_id: int | None,
         stored: Placement | None = None,
         explicit: Placement | None = None,
+        cells: Cells | None = None,
         flags: Flags | None = None,
+        row: Mode | None = None,
         rests: bool = False,
+        said: Speaker | None = None,
     ) -> TransitionReply:
-        """Ask every rank to go to ``mode``; all do, or none."""
+        """Ask every rank to go to ``mode``, or to where another ``row`` of the table puts things; all do, or none."""
+        row = row or mode
         number = self.run.next_transition_id()
         from_mode = self.mode
         start = time.perf_counter()
         self._record(
-            events.TransitionStarted(from_mode=from_mode.value, to_mode=mode.value, reason=reason),
+            events.TransitionStarted(
+                from_mode=from_mode.value,
+                to_mode=mode.value,
+                reason=reason,
+                via=said.via if said is not None else "session" if scope_id is None else "scope",
+                call_site=said.call_site if said is not None else None,
+            ),
             scope_id=scope_id,
             transition_id=number,
         )
         request = TransitionRequest(
-            mode=mode, flags=flags or self.flags, stored=stored, explicit=explicit, leaves_library=rests
+            mode=row, flags=flags or self.flags, stored=stored, explicit=explicit, cells=cells, leaves_library=rests
         )
         self._moving = reason
         try:
-            with self.run.arbiter.admit(self, mode, lambda: self._room_for(request), reason) as own:
+            comes = cells is None or cells.weights is Cell.DEVICE  # a legacy call that moves no weights crowds nobody
+            if self.run.engines and explicit is None and comes:
+                quiet_engines(self, row, reason)
+            with self.run.arbiter.admit(self.seat, row, lambda: self.seat.wish(request), reason) as own:
                 request.evict = own
                 answers = self._values(self.group.call("transition", request), reason)
         except BaseException as error:
@@ -469,7 +569,8 @@ class Control:
             self._moving = ""
         reply = answers[0]
         assert isinstance(reply, TransitionReply)
-        self.mode = mode
+        self.run.freshness.moved(reply, self.row, row, rests=rests)
+        self.mode, self.row = mode, row
         self._pending_release = False
         if reply.moved:
             self.last_move = f"{reason} (transition {number})"
@@ -478,63 +579,22 @@ class Control:
             self.end_step("its gradients were discarded by a transition")
         return reply
 
-    # -- room on a shared device ---------------------------------------------------------------------------------
-
-    def _room_for(self, request: TransitionRequest) -> Wish:
-        """Room on the device that ``request`` needs, on the rank that needs most."""
-        rooms: list[Room] = self._values(self.group.call("room", request), "room")
-        return max(Wish(room.onload - room.freed, room.reserve) for room in rooms)
-
-    def holdings(self, entering: Mode | None = None) -> list[Holding]:
-        """What it has on its device, for :class:`rl_session.driver.arbiter.Arbiter`."""
-        modes = [self.mode] if entering is None else [self.mode, entering]
-        held = self._values(self.group.call("holdings", modes, self.flags), "holdings")[0]
-        busy = self.fault is not None or (entering is None and bool(self._calls or self._moving))
-        return [
-            Holding(
-                self.name,
-                h.component,
-                h.nbytes,
-                h.dirty_nbytes,
-                self.last_used,
-                h.releasable and not busy,
-                h.disposable,
-            )
-            for h in held
-        ]
-
-    def evict(self, components: Sequence[str], reason: str) -> None:
-        """Send components to the host, or nowhere where they are consumed gradients; the mode stays.
+    def send_away(self, away: Placement, reason: str) -> None:
+        """Move components without a change of mode; outside every scope the rest may be written afterwards.
 
         Raises:
             RLSessionError: It failed and was rolled back.
         """
-        away = Placement(dict.fromkeys(components, Tier.HOST))
-        self._transition(self.mode, reason, scope_id=None, explicit=away, rests=not self.frames)
+        self._transition(self.mode, reason, scope_id=None, explicit=away, row=self.row, rests=not self.frames)
 
-    def pin(self, components: Sequence[str], *, on: bool) -> None:
-        """Change which components stay on the device.
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call or a transition is running."""
+        return bool(self._calls or self._moving)
 
-        Raises:
-            ConfigError: There is no such component.
-        """
-        known = set(self.ask("component_names"))
-        unknown = sorted(str(name) for name in components if str(name) not in known)
-        if unknown:
-            listed = ", ".join(sorted(known))
-            raise ConfigError(
-                f"{self.label}: pin({unknown[0]!r}): there is no such component",
-                (f"components: {listed}",),
-                'policy.pin("params")',
-            )
-        names = frozenset(str(name) for name in components)
-        with self.lock:
-            pinned = self.flags.pinned | names if on else self.flags.pinned - names
-            self.flags = attrs.evolve(self.flags, pinned=pinned)
-
-    def where(self) -> str:
-        """In words: the scope it is in, or where it rests."""
-        return f"in {self.frames[-1].describe()}" if self.frames else f"rests {self.resting_mode}"
+    def ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Ask every rank something that moves nothing and is no compute call (not recorded)."""
+        return self._values(self.group.call(method, *args), method)
 
     def _values(self, replies: list[Reply], attempted: str) -> list[Any]:
         """The answers of all ranks, or the first error."""
@@ -589,6 +649,7 @@ class Control:
                 self._retry_release(f"{method}()")
             self.check_mode(gate)
             self.last_used = self.run.arbiter.tick()
+            self.run.freshness.called(method)
             mode, start = self.mode, time.perf_counter()
             try:
                 results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
@@ -601,7 +662,8 @@ class Control:
             result = results[0]
             assert isinstance(result, CallResult)
             self.journal.notes(result.notes)
-            self.journal.called(method, mode, start, None, result.changed)
+            digest = digest_of(result.value) if self.digests else None
+            self.journal.called(method, mode, start, None, result.changed, digest=digest)
             if then is not None:
                 self._record(then(result))
             return result.value
@@ -631,12 +693,12 @@ class Control:
         Raises:
             ModeError: The message names the modes in which it is, and the scope to write.
         """
-        if not gate or may_call(self.mode, gate):
+        if not gate or (may_call(self.mode, gate) and (self.row is self.mode or may_call(self.row, gate))):
             return
         needs = CALL_NEEDS.get(gate, (Component.PARAMS,))
         self._record(events.GuardRejected(method=gate, mode=self.mode.value, needs=[n.value for n in needs]))
         shown = gate if gate.endswith(")") else f"{gate}()"
-        listed = ", ".join(str(mode) for mode in modes_allowing(gate))
+        listed = ", ".join(str(mode) for mode in modes_allowing(gate) if mode is not self.mode)
         raise ModeError(
             f"{self.label}: {shown} {self._why_not(needs)}",
             (*self.explain()[1], f"legal in: {listed}"),
@@ -648,7 +710,10 @@ class Control:
         scope = f"{self.kind}.{scope_to_write(gate, self.kind)}()"
         code = f"with {scope} as p: p.{shown}" if gate == "generate" else f"with {scope}: {self.kind}.{shown}"
         outer = self.frames[-1] if self.frames else None
-        if outer is None or any(may_nest(outer.mode, mode) for mode in modes_allowing(gate)):
+        may_stand = outer is None or (
+            outer.row is outer.mode and any(may_nest(outer.mode, mode) for mode in modes_allowing(gate))
+        )
+        if outer is None or may_stand:
             return code
         return f"{code}  # after the block of {outer.spelling} has ended"
 
@@ -660,9 +725,9 @@ class Control:
             return f"is not legal in {self.mode} mode"
         return f"needs {', '.join(need.name for need in away)} on the device, but they are on the host"
 
-    def record(self, event: events.Event) -> None:
+    def record(self, event: events.Event, *, scope_id: int | None = None) -> None:
         """Write an event of this policy."""
-        self._record(event)
+        self._record(event, scope_id=scope_id)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Ask rank 0 something that is no compute call (not recorded).
@@ -692,6 +757,7 @@ class Control:
         """
         with self.changing():
             self.end_step("recover()")
+            self.run.freshness.called("recover")
             origin = str(self.ask("recover", path))
             self.fault = None
             self._drop_frames("recovered")
@@ -705,7 +771,7 @@ class Control:
                     "recover()",
                     scope_id=None,
                     stored=self.resting,
-                    explicit=self._explicit,
+                    cells=self.resting_cells,
                     rests=True,
                 )
             except BaseException:
@@ -740,3 +806,28 @@ class Control:
             self.group.close()
             self.closed = how
             self._record(events.PolicyClosed(reason=how))
+
+
+def _may_nest(outer: Frame, mode: Mode) -> bool:
+    """The nesting table; inside an external engine's scope, that of the row it has the policy in holds too."""
+    if not may_nest(outer.mode, mode):
+        return False
+    return outer.row is outer.mode or mode is outer.mode or may_nest(outer.row, mode)
+
+
+@contextmanager
+def _after(companion: Companion) -> Iterator[None]:
+    """Let an engine go, then run the block whatever came of it; the engine's error is on top of the block's."""
+    failure: BaseException | None = None
+    try:
+        companion.leave()
+    except BaseException as error:
+        failure = error
+    try:
+        yield
+    except BaseException as error:
+        if failure is None:
+            raise
+        failure.add_note(f"and then: {error}")
+    if failure is not None:
+        raise failure

@@ -8,14 +8,19 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rl_session.audit import AuditLog
 from rl_session.audit.events import Event
 from rl_session.config import Verify
 from rl_session.driver.arbiter import Arbiter
+from rl_session.driver.freshness import Freshness
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
+
+if TYPE_CHECKING:
+    from rl_session.driver.engine_control import EngineControl
 
 __all__ = ["Run", "error_text"]
 
@@ -29,6 +34,7 @@ class Run:
         release: The release policy of participants that set none.
         verify: The verification of participants that set none.
         device_budget: Bytes that participants may hold on a device together.
+        timeout_seconds: How long to wait for somebody else, such as an engine that has requests in flight.
     """
 
     def __init__(
@@ -39,12 +45,17 @@ class Run:
         release: Release = "eager",
         verify: Verify = "off",
         device_budget: int | None = None,
+        timeout_seconds: float = 600.0,
     ) -> None:
         self.log = log
         self.pool = pool
         self.arbiter = Arbiter(device_budget)
         self.release: Release = release
         self.verify: Verify = verify
+        self.timeout_seconds = timeout_seconds
+        self.engines: list[EngineControl] = []
+        """The external engines of the run."""
+        self.freshness = Freshness()
         self.step: int | None = None
         self.lock = threading.RLock()
         self._scope_ids = itertools.count(1)
@@ -58,8 +69,8 @@ class Run:
         """A new number for a transition."""
         return next(self._transition_ids)
 
-    def recorder(self, policy: str) -> Callable[..., int]:
-        """A function that writes an event of ``policy`` with the current step filled in."""
+    def recorder(self, policy: str | None) -> Callable[..., int]:
+        """A function that writes an event of ``policy``, None for what is of none, with the current step filled in."""
         log = self.log
 
         def write(event: Event, *, scope_id: int | None = None, transition_id: int | None = None) -> int:

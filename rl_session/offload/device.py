@@ -252,11 +252,38 @@ class EmulatedDevice(Device):
         """From now on freed and newly allocated memory is filled with 0xFF (NaN as a float)."""
         self._poisons = on
 
+    def occupy(self, nbytes: int) -> Tensor:
+        """Take bytes for something that is no participant, such as a generation engine.
+
+        They count against the capacity, in ``resident_bytes`` and in ``peak``, and may fail as any allocation does.
+
+        Args:
+            nbytes: How many.
+
+        Returns:
+            A uint8 tensor over them; they are given back by :meth:`vacate`, or when nothing refers to them any more.
+
+        Raises:
+            torch.OutOfMemoryError: The device has not so many.
+            ConfigError: ``nbytes`` is negative.
+        """
+        if nbytes < 0:
+            raise ConfigError(f"EmulatedDevice.occupy({nbytes})", (), "EmulatedDevice.occupy(2**20)")
+        block = torch.empty(0, dtype=torch.uint8)
+        self.allocate([block.untyped_storage()], [nbytes])
+        return block.set_(block.untyped_storage(), 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
+
+    def vacate(self, block: Tensor) -> None:
+        """Give back what :meth:`occupy` took; views of it read nothing from now on."""
+        storage = block.untyped_storage()
+        if storage._cdata in self._resident:
+            self.free([storage])
+
     # -- the device interface ------------------------------------------------------------------------------------
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the device that belong to participants, exact at the time of the call."""
+        """Bytes on the device that belong to participants, or that :meth:`occupy` took, exact at the time of the call."""
         return self._purge()
 
     def _purge(self) -> int:

@@ -1,121 +1,156 @@
-"""The loops of the repository: what the codemod leaves of them is what is checked in, and does what the legacy ones do."""
+"""Training functions for the legacy objects run on the shim as they are, and compute what scopes compute, bit for bit."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import legacy_loops as loops
 import pytest
-from tiny_legacy import Actors, policy_loss, value_loss
+import torch
+from shim_rig import Actor, Critic
 
-from loops.support import Checkpointer, Config, Timer
-from rl_session_migrate.codemod.batch import migrate_files
-from rl_session_migrate.codemod.report import totals
+import rl_session as rs
+from rl_session.testing import EmulatedDevice, FakeEngine
+from rl_session_migrate import LegacyGeneration, LegacyPolicy, LegacyValue, as_loss_fn, refit_policy_generation, verify
 
-LOOPS = Path(__file__).parents[2] / "migration" / "loops"
-LEGACY = sorted((LOOPS / "legacy").glob("*.py"))
-NAMES = [path.stem for path in LEGACY if path.stem != "__init__"]
-
-
-def run(flavour: str, name: str, actors: Actors, config: Config, folder: Path) -> tuple[list[Any], list[str]]:
-    """Run a loop; returns what it measured and the blocks it timed."""
-    module = importlib.import_module(f"loops.{flavour}.{name}")
-    timer = Timer()
-    given = {
-        "policy": actors.policy,
-        "value_model": actors.value,
-        "policy_generation": actors.generation,
-        "loss_fn": policy_loss,
-        "value_loss_fn": value_loss,
-        "config": config,
-        "checkpointer": Checkpointer(folder),
-        "timer": timer,
-    }
-    if name == "ppo":
-        module.setup(actors.policy, actors.value, actors.generation, config)
-    train = getattr(module, f"{name}_train")
-    result = train(**{key: given[key] for key in inspect.signature(train).parameters})
-    return asyncio.run(result) if inspect.iscoroutine(result) else result, timer.keys
+pytestmark = pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
 
 
-def test_no_loop_is_missing() -> None:
-    assert NAMES == ["dpo", "grpo", "ppo", "sft", "streaming"]
-    assert sorted(path.name for path in (LOOPS / "scoped").glob("*.py")) == [path.name for path in LEGACY]
+class World:
+    """Policy, critic and engine on one device, always built the same."""
+
+    def __init__(self, path: Path, *, capacity: int | None = None) -> None:
+        torch.manual_seed(3)
+        self.path = path
+        self.device = EmulatedDevice(capacity)
+        self.device.poison()
+        self.session = rs.Session(path, verify="checksum")
+        actor, critic = Actor(), Critic()
+        self.policy = self.session.attach(
+            actor,
+            torch.optim.AdamW(actor.parameters(), lr=0.02),
+            name="actor",
+            device=self.device,
+            reference="copy",
+            max_grad_norm=1.0,
+        )
+        self.value = self.session.attach_value(
+            critic, torch.optim.AdamW(critic.parameters(), lr=0.02), name="critic", device=self.device
+        )
+        weights = sum(t.numel() * t.element_size() for t in actor.state_dict().values())
+        self.engine = self.session.engine("vllm", FakeEngine(self.device, weights=weights, kv_nbytes=256, vocabulary=7))
+        torch.manual_seed(4)
+
+    def state(self) -> dict[str, Any]:
+        return {"policy": self.policy.state_dict(), "value": self.value.state_dict()}
 
 
-def test_the_scoped_loops_are_what_the_codemod_leaves() -> None:
-    results = migrate_files(LEGACY)
-    for result in results:
-        assert result.error == ""
-        assert result.result is not None
-        scoped = LOOPS / "scoped" / result.path.name
-        assert scoped.read_bytes() == result.result.after, f"{scoped} is not what the codemod leaves: run make loops"
+@pytest.fixture
+def worlds(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def build(name: str, **options: Any) -> World:
+        world = World(tmp_path / f"{name}.jsonl", **options)
+        made.append(world)
+        return world
+
+    yield build
+    for world in made:
+        world.session.close()
 
 
-def test_every_site_is_rewritten_or_explained_and_hardly_any_stays() -> None:
-    results = migrate_files(LEGACY)
-    counted = totals(results)
-    assert counted.trainers.found >= 40
-    assert counted.trainers.share >= 0.95
-    assert counted.engines.share == 1
-    left = [o for r in results if r.result is not None for o in r.result.outcomes if o.status == "left"]
-    assert all(outcome.why and outcome.advice for outcome in left)
+def assert_same(a: list[Any], b: list[Any]) -> None:
+    assert len(a) == len(b)
+    for index, (left, right) in enumerate(zip(a, b, strict=True)):
+        assert torch.equal(left, right), f"entry {index}: {left} and {right}"
 
 
-def test_migrating_the_scoped_loops_again_changes_nothing() -> None:
-    for result in migrate_files(sorted((LOOPS / "scoped").glob("*.py"))):
-        assert result.result is not None
-        assert not result.result.changed
+def assert_same_state(a: World, b: World) -> None:
+    for kind, left in a.state().items():
+        right = b.state()[kind]
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left), kind
 
 
-CASES = [
-    {},
-    {"val_at_start": False},
-    {"colocated": False},
-    {"use_dynamic_sampling": True},
-    {"skip_prev_logprobs": True, "skip_reference_logprobs": True},
-    {"skip_reference_logprobs": True},
-    {"calibrate": True},
-    {"policy_training_start_step": 2},
-    {"ppo_epochs": 3, "save_period": 1, "val_period": 1},
-    {"val_period": 0, "save_period": 100, "num_steps": 4},
-    {"stop_at_validation": 0.0},
-]
+def assert_proved(legacy: World, scoped: World) -> None:
+    report = verify(legacy.path, scoped.path)
+    assert report.equal, str(report)
+    assert report.num_digests > 0
+    assert report.scoped.peak <= report.legacy.peak
+    assert all(moment.call_site.startswith("legacy_loops.py:") for moment in report.moments if moment.kind == "call")
 
 
-@pytest.mark.parametrize("backend", ["megatron", "dtensor_v2"])
-@pytest.mark.parametrize("case", CASES, ids=[",".join(case) or "default" for case in CASES])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "streaming"])
-def test_a_scoped_loop_measures_bit_for_bit_what_the_legacy_one_does(
-    name: str, case: dict[str, Any], backend: str, tmp_path: Path
-) -> None:
-    config = Config(**case)
-    flags = {"offload_optimizer_for_logprob": True} if case.get("calibrate") else {}
-    legacy, scoped = (
-        Actors(backend, colocated=config.colocated, critic=name == "ppo", **flags) for _ in ("legacy", "scoped")
+backends = pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+
+
+@backends
+def test_grpo(worlds: Callable[..., World], tmp_path: Path, backend: Any) -> None:
+    legacy, scoped = worlds("legacy"), worlds("scoped")
+    a: list[Any] = []
+    b: list[Any] = []
+    loss = loops.ClippedPolicyLoss()
+    loops.grpo_legacy(
+        LegacyPolicy(legacy.policy, backend=backend),
+        LegacyGeneration(legacy.engine),
+        refit_policy_generation,
+        loss,
+        tmp_path / "a",
+        a,
     )
-    expected = run("legacy", name, legacy, config, tmp_path / "legacy")
-    found = run("scoped", name, scoped, config, tmp_path / "scoped")
-    assert found == expected
-    assert any("loss" in entry for entry in found[0]) or config.stop_at_validation is not None
-    assert scoped.generation.num_pushes == legacy.generation.num_pushes
-    assert len(scoped.lifecycle()) <= len(legacy.lifecycle()) + 4  # where everything is has to be found out once
-    files = [
-        sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*") if p.is_file())
-        for f in ("legacy", "scoped")
-    ]
-    assert files[0] == files[1]
-    for file in files[0]:
-        assert (tmp_path / "scoped" / file).read_bytes() == (tmp_path / "legacy" / file).read_bytes()
+    torch.manual_seed(4)
+    loops.grpo_scoped(scoped.policy, scoped.engine, as_loss_fn(loss), tmp_path / "b", b)
+    assert_same(a, b)
+    assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
+    assert (tmp_path / "a" / "step_1" / "optimizer").is_dir()
 
 
-def test_a_step_that_stays_open_trains_the_same(tmp_path: Path) -> None:
-    """Only Megatron splits its steps."""
-    config = Config(num_steps=4)
-    legacy, scoped = Actors(critic=False), Actors(critic=False)
-    expected = run("legacy", "streaming", legacy, config, tmp_path / "legacy")
-    assert run("scoped", "streaming", scoped, config, tmp_path / "scoped") == expected
-    assert len(expected[0]) == 4
+@backends
+def test_ppo(worlds: Callable[..., World], backend: Any) -> None:
+    legacy, scoped = worlds("legacy"), worlds("scoped")
+    a: list[Any] = []
+    b: list[Any] = []
+    losses = (loops.ClippedPolicyLoss(), loops.ValueLoss())
+    loops.ppo_legacy(
+        LegacyPolicy(legacy.policy, backend=backend),
+        LegacyValue(legacy.value, backend=backend),
+        LegacyGeneration(legacy.engine),
+        refit_policy_generation,
+        losses,
+        a,
+    )
+    torch.manual_seed(4)
+    loops.ppo_scoped(scoped.policy, scoped.value, scoped.engine, tuple(map(as_loss_fn, losses)), b)
+    assert_same(a, b)
+    assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
+
+
+@backends
+def test_dpo_with_the_reference_in_train_state(worlds: Callable[..., World], backend: Any) -> None:
+    legacy, scoped = worlds("legacy"), worlds("scoped")
+    a: list[Any] = []
+    b: list[Any] = []
+    loss = loops.PreferenceLoss()
+    loops.dpo_legacy(LegacyPolicy(legacy.policy, backend=backend), loss, a)
+    torch.manual_seed(4)
+    loops.dpo_scoped(scoped.policy, as_loss_fn(loss), b)
+    assert_same(a, b)
+    assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
+
+
+@backends
+def test_a_step_that_stays_open(worlds: Callable[..., World], backend: Any) -> None:
+    legacy, scoped = worlds("legacy"), worlds("scoped")
+    a: list[Any] = []
+    b: list[Any] = []
+    loss = loops.NextTokenLoss()
+    loops.streaming_legacy(LegacyPolicy(legacy.policy, backend=backend), loss, a)
+    torch.manual_seed(4)
+    loops.streaming_scoped(scoped.policy, as_loss_fn(loss), b)
+    assert_same(a, b)
+    assert_same_state(legacy, scoped)
+    assert_proved(legacy, scoped)
