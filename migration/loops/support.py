@@ -103,7 +103,7 @@ def prompts_of(step: int, num_prompts: int) -> dict[str, torch.Tensor]:
     """Prompts of a step: ``input_ids [B, 3]`` and ``input_lengths [B]``, the same for every run."""
     start = torch.arange(num_prompts)[:, None] + step
     return {
-        "input_ids": (start * 7 + torch.arange(3)) % 11 + 1,
+        "input_ids": (start * 7 + torch.arange(3)) % 6 + 1,
         "input_lengths": torch.full((num_prompts,), 3),
     }
 
