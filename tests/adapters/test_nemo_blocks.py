@@ -169,26 +169,34 @@ def test_an_engine_rests_awake_until_it_is_put_to_sleep() -> None:
     scopes(generation).wake()
     assert generation.state == AWAKE
     generation.generate()
-    scopes(generation).wake()
-    assert generation.calls() == ["prepare_for_generation()", "generate()"]
     with scopes(generation).awake():
         generation.generate()
     assert generation.state == AWAKE
     scopes(generation).sleep()
     assert generation.state == ASLEEP
-    assert generation.calls() == ["generate()", "finish_generation()"]
-    scopes(generation).sleep()
-    assert generation.calls() == []
+    assert generation.calls() == ["prepare_for_generation()", "generate()", "generate()", "finish_generation()"]
     scopes(generation).wake(tags=["weights"])
     assert generation.state == {"weights": GPU, "kv_cache": NONE}
     scopes(generation).wake()
-    assert generation.calls() == [
-        "prepare_for_generation(tags=['weights'])",
-        "prepare_for_generation(tags=['kv_cache'])",
-    ]
+    assert generation.calls() == ["prepare_for_generation(tags=['weights'])", "prepare_for_generation()"]
     with scopes(policy).training_mode():
         policy.train()
     assert generation.state == ASLEEP
+
+
+def test_an_engine_that_somebody_else_put_to_sleep_is_woken_again() -> None:
+    """As where a rollout actor, in another process, ends the generation that the loop began."""
+    policy, _, generation = colocated()
+    scopes(generation).wake()
+    generation.finish_generation()  # behind our back
+    scopes(generation).wake()
+    assert generation.state == AWAKE
+    scopes(generation).sleep()
+    generation.prepare_for_generation()
+    scopes(generation).sleep()
+    assert generation.state == ASLEEP
+    with scopes(policy).training_mode():
+        policy.train()
 
 
 def test_a_wake_that_says_false_is_an_error_and_leaves_it_asleep() -> None:

@@ -136,7 +136,7 @@ def test_handles_that_are_elements_of_a_list_are_not_registered() -> None:
         "        teacher_policy.offload_after_refit()\n"
     )
     assert result.after.decode() == (
-        "from rl_session.adapters.nemo_rl import scopes\n"
+        "from rl_session.adapters.nemo_rl import scopes\n\n\n"
         "def f(teacher_policies, batch):\n"
         "    for teacher_policy in teacher_policies:\n"
         "        with scopes(teacher_policy).logprob_mode():\n"

@@ -54,7 +54,8 @@ def why_not_a_call(site: Site) -> str:
         if name == "release_gpu" and isinstance(value, cst.Name) and value.value == "True":
             continue
         if name == "release_gpu":
-            return "whether it releases the GPU is decided at run time, and an engine that keeps serving has no scope"
+            never = isinstance(value, cst.Name) and value.value == "False"
+            return "the engine keeps serving, which no scope does" if never else "whether it sleeps is decided at run time"
         if name not in allowed:
             return f"scopes know no {name}="
     return ""

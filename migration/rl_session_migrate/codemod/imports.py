@@ -41,10 +41,8 @@ def add_import(module: cst.Module, outline: Outline, source: str, name: str, loc
         return module.with_changes(body=body)
     line = line_of(f"from {source} import {spelled}")
     at = _after_imports(body)
-    if at < len(body) and at == 0:
-        first = body[0]
-        header = list(module.header)
-        return module.with_changes(header=header, body=[line, first, *body[1:]])
+    if at < len(body) and isinstance(body[at], (cst.FunctionDef, cst.ClassDef)) and not body[at].leading_lines:
+        body[at] = body[at].with_changes(leading_lines=[cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)])
     return module.with_changes(body=[*body[:at], line, *body[at:]])
 
 

@@ -12,6 +12,7 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Place, Statement, bound_paths, has_stray_await
+from rl_session_migrate.codemod.plan import SHAPES
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.scoping import Run, is_pure
 from rl_session_migrate.outline import By, Function
@@ -176,14 +177,14 @@ def is_covered(program: Program, event: Event) -> bool:
 
 def helper_run(program: Program, function: Function, body: Block, event: Event) -> Run | str:
     """The refit block around a call of a helper or synchroniser, or why there can be none."""
+    shape = event.site.shape if event.site is not None else event.helper.shape if event.helper is not None else None
+    if shape is not Shape.CALL:
+        return SHAPES.get(shape, "it is not simply called") if shape is not None else "it is not simply called"
     policy, engine = _sides(program, function, event)
     if policy is None or engine is None:
         return "which policy and engine it serves cannot be told"
     if not is_pure(policy) or not is_pure(engine):
         return "the policy or the engine is no name that can be written a second time"
-    shape = event.site.shape if event.site is not None else event.helper.shape if event.helper is not None else None
-    if shape is not Shape.CALL:
-        return "it is awaited, or passed as a value"
     for block in body.blocks():
         for index, statement in enumerate(block.statements):
             if any(here is event for here in statement.head):

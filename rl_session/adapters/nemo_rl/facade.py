@@ -368,7 +368,8 @@ class EngineScopes(LegacyScopes):
         """Wake it, and let it rest awake until :meth:`sleep`, or until another tenant's scope needs the room.
 
         For an engine whose use, or whose end of use, no block can hold: a server, another process. Where one can, write
-        ``with scopes(policy_generation).awake(): ...``.
+        ``with scopes(policy_generation).awake(): ...``. The call is always made: who else wakes the engine or puts it to
+        sleep, in another process, is not known here.
 
         Args:
             tags: What to wake, such as ``["weights"]``; None for everything.
@@ -379,6 +380,7 @@ class EngineScopes(LegacyScopes):
             NestingError: A scope of another tenant is open.
         """
         group = self.group
+        self._believe_nothing()
         group.wish = Wish(tags=_tags(tags))
         try:
             self._control.switch(Mode.GENERATION, "wake()", call_site(), evict=True)
@@ -386,13 +388,18 @@ class EngineScopes(LegacyScopes):
             group.wish = Wish()
 
     def sleep(self) -> None:
-        """Put it to sleep now; one with GPUs of its own drops what it cached.
+        """Put it to sleep now; one with GPUs of its own drops what it cached. The call is always made, as in :meth:`wake`.
 
         Raises:
             EngineError: It raised, or said False.
             ScopeError: A scope of it is open.
         """
+        self._believe_nothing()
         self._control.switch(Mode.OFFLOADED, "sleep()", call_site(), evict=True)
+
+    def _believe_nothing(self) -> None:
+        if not self._control.frames:
+            self.group.forget()
 
     def _awake(
         self, tags: tuple[str, ...] | None, *, hold: bool = False, acquire_timeout: float | None = None
