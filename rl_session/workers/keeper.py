@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rl_session.lifecycle import Component, Placement, Tier
@@ -62,6 +63,10 @@ class Keeper:
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each weight."""
         return {name: value.numel() * value.element_size() for name, value in self._weights().items()}
+
+    def weight_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each weight; no byte is read."""
+        return {name: (tuple(value.shape), value.dtype) for name, value in self._weights().items()}
 
     def _named_tensors(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = dict(self.spec.module.named_parameters(remove_duplicate=False))
