@@ -104,6 +104,16 @@ class LegacyGeneration:
         """The engine of rl_session behind this handle."""
         return self._engine
 
+    @property
+    def cfg(self) -> dict[str, Any]:
+        """The configuration as legacy code reads it, and as ``scopes(policy_generation)`` of the adapter does."""
+        colocated = {"enabled": self._colocated}
+        return {
+            "backend": self._backend,
+            "colocated": colocated,
+            "sglang_server_config": {"needs_offload": self._colocated},
+        }
+
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     def prepare_for_generation(self, *args: Any, tags: Sequence[str] | None = None, **kwargs: Any) -> bool | None:

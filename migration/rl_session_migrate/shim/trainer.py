@@ -118,6 +118,21 @@ class LegacyTrainer:
         return self._policy
 
     @property
+    def cfg(self) -> dict[str, Any]:
+        """The configuration as legacy code reads it, and as ``scopes(policy)`` of the adapter does."""
+        config = self._config
+        is_megatron = config.backend == "megatron"
+        return {
+            "dtensor_cfg": {"enabled": not is_megatron, "cpu_offload": not self._control.flags.weights_move},
+            "megatron_cfg": {
+                "enabled": is_megatron,
+                "optimizer": {"optimizer_cpu_offload": config.optimizer_cpu_offload},
+            },
+            "offload_optimizer_for_logprob": config.offload_optimizer_for_logprob,
+            "offload_optimizer_for_refit": config.offload_optimizer_for_refit,
+        }
+
+    @property
     def mode(self) -> Mode:
         """The mode in effect."""
         return self._control.mode
