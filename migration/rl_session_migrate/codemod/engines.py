@@ -55,7 +55,9 @@ def why_not_a_call(site: Site) -> str:
             continue
         if name == "release_gpu":
             never = isinstance(value, cst.Name) and value.value == "False"
-            return "the engine keeps serving, which no scope does" if never else "whether it sleeps is decided at run time"
+            return (
+                "the engine keeps serving, which no scope does" if never else "whether it sleeps is decided at run time"
+            )
         if name not in allowed:
             return f"scopes know no {name}="
     return ""
