@@ -46,11 +46,13 @@ if TYPE_CHECKING:
         ScopeOrderError,
         ScopeReuseError,
         ShimInScopeError,
+        StaleHandleError,
         StaleWeightsError,
         StepClosedError,
         TransitionError,
         UnsupportedError,
         UsageError,
+        WorkerError,
         WorldError,
     )
     from rl_session.generation import GenerationEngine, InProcessEngine, VLLMEngine
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from rl_session.policy import Policy, ValueModel
     from rl_session.scope import Scope, Step
     from rl_session.session import Session, attach
+    from rl_session.workers.launch import LocalWorkers, RayWorkers
 
 _HOMES = {
     "rl_session.audit": ("read_audit",),
@@ -70,6 +73,7 @@ _HOMES = {
     "rl_session.policy": ("Policy", "ValueModel"),
     "rl_session.scope": ("Scope", "Step"),
     "rl_session.session": ("Session", "attach"),
+    "rl_session.workers.launch": ("LocalWorkers", "RayWorkers"),
 }
 
 __all__ = [
@@ -89,6 +93,7 @@ __all__ = [
     "HostMemoryError",
     "InProcessEngine",
     "IntegrityError",
+    "LocalWorkers",
     "Mode",
     "ModeError",
     "NestingError",
@@ -102,12 +107,14 @@ __all__ = [
     "Placement",
     "Policy",
     "RLSessionError",
+    "RayWorkers",
     "Scope",
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
     "Session",
     "ShimInScopeError",
+    "StaleHandleError",
     "StaleWeightsError",
     "Step",
     "StepClosedError",
@@ -117,6 +124,7 @@ __all__ = [
     "UsageError",
     "VLLMEngine",
     "ValueModel",
+    "WorkerError",
     "WorldError",
     "attach",
     "max",

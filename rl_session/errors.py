@@ -6,13 +6,14 @@ r"""Every error this library raises, in one tree, with a short stable code each.
         NestingError         RLS102 \
         ScopeReuseError      RLS103  \     ScopeError: scopes entered, left or nested wrongly
         ScopeOrderError      RLS104  /
-        ShimInScopeError     RLS112 /
+        ShimInScopeError     RLS113 /
         OwnershipError       RLS105        another thread, task or process owns the policy
         OpenStepError        RLS106        gradients nobody consumed yet are in the way
         StepClosedError      RLS107        the train step was committed or aborted before
         OffloadedAccessError RLS108        a tensor was touched while its bytes are on the host
         ClosedError          RLS109        the policy, engine or session was closed
         StaleWeightsError    RLS111        an engine has no weights that it may serve
+        StaleHandleError     RLS112        (OwnershipError) another process changed the policy meanwhile
       ArgumentError (ValueError)           what was passed in was wrong, nothing was changed
         ConfigError          RLS201
         BatchError           RLS202
@@ -30,6 +31,7 @@ r"""Every error this library raises, in one tree, with a short stable code each.
         CheckpointWriteError RLS307
         EngineError          RLS308        a generation engine failed
         OptimizerStepError   RLS309        optimizer.step() failed half-way and was undone
+        WorkerError          RLS310        workers could not be started
 
 Each message has three parts: what was attempted, the facts, and what to write instead. Fields are positional and all
 reach ``Exception.args``, so that errors survive pickling and Ray's dual exception classes; the cause is kept as text.
@@ -66,11 +68,13 @@ __all__ = [
     "ScopeOrderError",
     "ScopeReuseError",
     "ShimInScopeError",
+    "StaleHandleError",
     "StaleWeightsError",
     "StepClosedError",
     "TransitionError",
     "UnsupportedError",
     "UsageError",
+    "WorkerError",
     "WorldError",
 ]
 
@@ -144,13 +148,19 @@ class ScopeOrderError(ScopeError):
 class ShimInScopeError(ScopeError):
     """A call of the legacy API that moves bytes, while a scope is open: only one of the two can decide where they are."""
 
-    code = "RLS112"
+    code = "RLS113"
 
 
 class OwnershipError(UsageError):
     """Another thread, task or process owns the policy right now."""
 
     code = "RLS105"
+
+
+class StaleHandleError(OwnershipError):
+    """Another process has changed the policy since this handle last looked; it looked again, and still may not."""
+
+    code = "RLS112"
 
 
 class OpenStepError(UsageError):
@@ -283,6 +293,12 @@ class OptimizerStepError(WorldError):
     """``optimizer.step()`` failed half-way; parameters and optimizer state were restored from their host copies."""
 
     code = "RLS309"
+
+
+class WorkerError(WorldError):
+    """Workers could not be started, or could not be started anew."""
+
+    code = "RLS310"
 
 
 def _name_publicly() -> None:

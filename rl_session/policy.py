@@ -26,6 +26,7 @@ from rl_session.driver.handles import (
     ValueTrainingCalls,
 )
 from rl_session.driver.journal import changes
+from rl_session.driver.passing import Passport, rebuild
 from rl_session.driver.refit import buckets_of, refit
 from rl_session.engines import EngineHandle, generation_scope
 from rl_session.errors import ConfigError, UsageError
@@ -58,7 +59,15 @@ class TrainableModel:
         self._on_close = on_close
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}: {self.mode} mode, {self.health}>"
+        return f"<{type(self).__name__} {self.name!r}: {self._control.mode} mode, {self._control.health}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets a handle of its own, where the workers can be reached from there.
+
+        Raises:
+            UnsupportedError: The model is in this process.
+        """
+        return rebuild, (type(self), Passport.of(self._control))
 
     # -- scopes --------------------------------------------------------------------------------------------------
 
@@ -137,16 +146,19 @@ class TrainableModel:
     @property
     def mode(self) -> Mode:
         """The mode in effect."""
+        self._control.look()
         return self._control.mode
 
     @property
     def resting_mode(self) -> Mode:
         """The mode outside every scope."""
+        self._control.look()
         return self._control.resting_mode
 
     @property
     def health(self) -> str:
         """One of "ok", "faulted" (see :meth:`recover`) or "closed"."""
+        self._control.look()
         return self._control.health
 
     @property
@@ -320,11 +332,16 @@ class TrainableModel:
     def recover(self) -> None:
         """Leave the faulted state: from surviving host copies, or from the last checkpoint saved or loaded.
 
+        Where workers were lost, all of them are started anew. A healthy policy that a process which is gone has left in
+        a scope is taken from it, and goes to its resting mode; use it only where that process is known to be gone.
+
         Raises:
             FaultedError: There is nothing to restore from.
         """
         if self.health == "faulted":
             self._control.recover()
+        else:
+            self._control.take_over()
 
     def detach(self) -> None:
         """Give model and optimizer back whole, on the device where there is room and else on the CPU. Idempotent."""

@@ -562,7 +562,7 @@ class RankReported(Event):
     """What one rank made of a transition. Which rank is the line's ``source`` (``rank:K``).
 
     Attributes:
-        outcome: ``"ok"`` or ``"failed"``.
+        outcome: ``"ok"``, ``"failed"``, or ``"undone"``: it was put back, because another rank failed.
         placement: Component to tier, as achieved.
         error: What failed on it, or None.
     """

@@ -93,6 +93,7 @@ class _Policy:
     __slots__ = (
         "components",
         "health",
+        "holder",
         "is_certain",
         "mode",
         "name",
@@ -114,6 +115,8 @@ class _Policy:
     def __init__(self, name: str, mode: str, components: dict[str, dict[str, int]], origin: tuple[str, int]) -> None:
         self.name = name
         self.origin = origin
+        # Who made the last transition: only that process knows the mode without asking.
+        self.holder = origin[0]
         self.health = "ok"
         self.mode = mode
         # Where outermost exits go. Unknown until one does, or a switch says so.
@@ -261,6 +264,10 @@ class Replay:
 
     def _recovered(self, policy: _Policy, record: _Dict) -> None:
         policy.health, policy.open_step, policy.reference_in = "ok", None, False
+        # What another process had open has ended with its hold on the policy: it is gone.
+        policy.scopes = [scope for scope in policy.scopes if scope.source == record["source"]]
+        if policy.transition is not None and policy.transition.source != record["source"]:
+            policy.transition = None
         placement, nbytes = record.get("placement"), record.get("nbytes")
         if placement is not None and nbytes is not None:
             policy.components = _components(placement, nbytes)
@@ -338,6 +345,7 @@ class Replay:
         if from_mode != policy.mode:
             self._say("from_mode", f"transition {number}: from_mode {from_mode!r}, but {policy.mode!r} is in effect")
             policy.mode = from_mode
+        policy.holder = record["source"]
         policy.transition = OpenTransition(
             number,
             from_mode,
@@ -420,7 +428,8 @@ class Replay:
 
     def _called(self, policy: _Policy, record: _Dict) -> None:
         policy.open_call = None
-        if record["mode"] != policy.mode:
+        # A call of another process was legal when it was made; its record may come after the next transition.
+        if record["mode"] != policy.mode and record["source"] == policy.holder:
             self._say("mode", f"{record['method']}() in {record['mode']!r}, but {policy.mode!r} is in effect")
         _change(policy, record["changed"])
 

@@ -16,6 +16,7 @@ import attrs
 import orjson
 
 from rl_session.audit.awake import AwakePeriods, Period
+from rl_session.audit.naming import rank_of
 from rl_session.audit.nodes import Node, NodeBuilder, own_fields, real, whole, words
 from rl_session.audit.replay import Replay
 
@@ -309,10 +310,10 @@ class _Builder:
 
     def _add_ranks(self, lane: _Lane, node: Node) -> None:
         for move, start, end in node.lay_out():
-            if not move.source.startswith("rank:"):
+            rank = rank_of(move.source)
+            if rank is None:
                 continue
-            rank = move.source.removeprefix("rank:")
-            row = lane.row("rank", int(rank) if rank.isdecimal() else -1, f"rank {rank}")
+            row = lane.row("rank", rank, f"rank {rank}")
             name = f"{move.component} {move.from_tier} \N{RIGHTWARDS ARROW} {move.to_tier}"
             moved, elided = (0, move.nbytes) if move.elided else (move.nbytes, 0)
             fields = (("part of", _title(node)),)
@@ -338,7 +339,7 @@ class _Builder:
         if node.kind == "call" and (changed := node.record.get("changed")):
             pairs.append(("changed", _plain(changed)))
         for move in node.moves:
-            if not move.source.startswith("rank:"):
+            if rank_of(move.source) is None:
                 how = ", elided" if move.elided else ""
                 way = f"{move.from_tier} \N{RIGHTWARDS ARROW} {move.to_tier}"
                 pairs.append((move.component, f"{way}, {whole(move.nbytes):,} bytes{how}"))

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from rl_session.errors import DeviceMemoryError
 from rl_session.lifecycle import Mode
-from rl_session.offload.device import Device, EmulatedDevice
+from rl_session.offload.device import Device
 from rl_session.planning import Holding, choose_evictions
 
 __all__ = ["Arbiter", "Seat", "Wish"]
@@ -131,13 +131,20 @@ class Arbiter:
 
     def budget_of(self, device: Device) -> int | None:
         """Bytes that participants may hold on ``device`` together; None for no limit."""
-        if self.budget is None and isinstance(device, EmulatedDevice):
+        if self.budget is None and device.capacity is not None:
             return device.capacity
         return self.budget if self.budget is not None else self._measured.get(id(device))
 
     def usage(self, device: Device) -> dict[str, int | None]:
         """``budget`` and ``in_use`` of a device, in bytes."""
         return {"budget": self.budget_of(device), "in_use": self.in_use(device)}
+
+    @contextmanager
+    def steady(self, device: Device) -> Iterator[int | None]:
+        """A block in which nobody else takes room; yields what is free of the budget of ``device`` (None: no limit)."""
+        with self._lock:
+            budget = self.budget_of(device)
+            yield None if budget is None else budget - self.in_use(device)
 
     @contextmanager
     def admit(self, seat: Seat, mode: Mode | None, ask: Callable[[], Wish], reason: str) -> Iterator[tuple[str, ...]]:
@@ -188,7 +195,7 @@ class Arbiter:
             chosen = choose_evictions(max(missing, min(missing + wish.reserve, available)), holdings)
             if chosen is None:
                 raise self._no_room(device, wish.nbytes, budget, attempted, holdings)
-            leaving = {seat: [h.component for h in chosen if h.participant == seat.name] for seat in seats}
+            leaving = {seat: [h.component for h in chosen if h.participant == seat.label] for seat in seats}
             for seat, components in leaving.items():
                 if components and seat is not newcomer:
                     seat.evict(components, f"evicted for {attempted}")
@@ -213,7 +220,7 @@ class Arbiter:
     ) -> DeviceMemoryError:
         facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {self.in_use(device)}"]
         for seat in self._seats:
-            parts = [h for h in holdings if h.participant == seat.name and h.nbytes]
+            parts = [h for h in holdings if h.participant == seat.label and h.nbytes]
             told = ", ".join(f"{h.component} {h.nbytes}{' (releasable)' if h.releasable else ''}" for h in parts)
             if told:
                 facts.append(f"{seat.label} ({seat.where()}): {told}")

@@ -21,7 +21,9 @@ from rl_session.driver.beside import quiet_engines, refuse_beside_engine
 from rl_session.driver.callsite import Speaker, speaker
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
+from rl_session.driver.lease import READS, LeaseClient
 from rl_session.driver.ownership import Ownership, Token
+from rl_session.driver.ranks import Ranks
 from rl_session.driver.room import PolicySeat
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import (
@@ -29,9 +31,11 @@ from rl_session.errors import (
     FaultedError,
     ModeError,
     NestingError,
+    OwnershipError,
     RLSessionError,
     ScopeError,
     ScopeOrderError,
+    StaleHandleError,
 )
 from rl_session.lifecycle import (
     CALL_NEEDS,
@@ -50,16 +54,12 @@ from rl_session.lifecycle import (
 from rl_session.offload.device import Device
 from rl_session.workers.digest import digest_of
 from rl_session.workers.group import WorkerGroup
+from rl_session.workers.lease import PolicyState
 from rl_session.workers.replies import (
     CallResult,
     Description,
-    Failed,
-    Lost,
-    Ok,
-    Reply,
     TransitionReply,
     TransitionRequest,
-    error_of,
 )
 
 __all__ = ["Companion", "Control", "Frame"]
@@ -129,6 +129,8 @@ class Control:
         first: What was found at attach.
         base: The mode outermost exits go to.
         device: Where its bytes are when they are needed.
+        is_built: Whether the session built the model, which then ends with the policy.
+        lease: Where handles in other processes may have the policy too.
     """
 
     def __init__(
@@ -141,6 +143,9 @@ class Control:
         first: Description,
         base: Mode,
         device: Device,
+        *,
+        is_built: bool = False,
+        lease: LeaseClient | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -163,7 +168,7 @@ class Control:
         self.last_move = "nothing has moved since attach"
         self.step: Any = None
         """The user's open train step, if one is open."""
-        self.digests = False
+        self.digests = run.verify == "checksum"
         """Whether records of calls carry a digest of the result."""
         self.resting_cells: Cells | None = None
         """What the resting placement asks of each component, where that is no mode's row (a legacy call's).
@@ -175,9 +180,13 @@ class Control:
         self._moving = ""
         """The reason of the transition that is running, if one is."""
         self.seat = PolicySeat(self)
-        self.journal = Journal(name, run)
+        self.journal = Journal(name, run, ranks_write=group.logs_moves)
         self._record = self.journal.write
-        self.journal.created(first, group.num_ranks)
+        self.ranks = Ranks(group, self.label, self.explain, self._record)
+        self._is_built = is_built
+        self.lease = lease
+        if lease is None or lease.is_held:  # another process wrote it before it handed the policy on
+            self.journal.created(first, group.num_ranks)
 
     # -- saying what is ------------------------------------------------------------------------------------------
 
@@ -243,7 +252,7 @@ class Control:
                     self._close_frame(frame, "orphaned")
             finally:
                 if not self.frames:
-                    self.ownership.release()
+                    self._release()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -261,12 +270,117 @@ class Control:
         """
         self.ownership.check_process(spelling)
         self.close_orphans()  # their owner may be gone with them
-        return self.ownership.acquire(spelling, call_site, timeout)
+        token = self.ownership.acquire(spelling, call_site, timeout)
+        if self.lease is not None and not self.lease.is_held:
+            try:
+                self._take_lease(f"{spelling} at {call_site}", timeout)
+            except BaseException:
+                self.let_go(token)
+                raise
+        return token
 
     def let_go(self, token: Token) -> None:
         """Stop being the owner, unless a scope is open: then the end of that scope does it."""
         if not self.frames:
-            self.ownership.release(token)
+            self._release(token)
+
+    def _release(self, token: Token | None = None) -> None:
+        """Nobody owns it from now on, in this process and, where others have handles, in any."""
+        lease = self.lease
+        if lease is not None and lease.is_held and lease.is_shared and self.step is None:
+            lease.give_up(self.state())
+        self.ownership.release(token)
+
+    # -- other processes -----------------------------------------------------------------------------------------
+
+    def state(self) -> PolicyState:
+        """What the next holder of the lease has to know."""
+        return PolicyState(
+            mode=self.mode,
+            row=self.row,
+            resting_mode=self.resting_mode,
+            resting=self.resting,
+            cells=self.resting_cells,
+            pending_release=self._pending_release,
+            fault=self.fault,
+            flags=self.flags,
+            last_move=self.last_move,
+            last_checkpoint=self.ranks.last_checkpoint,
+            closed=self.closed,
+        )
+
+    def adopt(self, state: PolicyState | None) -> None:
+        """Know what the last holder of the lease knew."""
+        if state is None:
+            return
+        self.mode, self.row = state.mode, state.row
+        self.resting_mode, self.resting = state.resting_mode, state.resting
+        self.resting_cells, self._pending_release = state.cells, state.pending_release
+        self.fault, self.flags, self.closed = state.fault, state.flags, state.closed
+        self.last_move, self.ranks.last_checkpoint = state.last_move, state.last_checkpoint
+
+    def _take_lease(self, what: str, timeout: float | None = None) -> None:
+        assert self.lease is not None
+        if self.lease.is_revoked and self.frames:
+            raise self._revoked(what)
+        self.adopt(self.lease.take(what, timeout).state)
+
+    def _take_lease_by_force(self, what: str) -> None:
+        """Get the lease from whoever has it, where the rank that grants it lives; else all will be built anew."""
+        if self.lease is not None and not self.lease.is_held and 0 not in self.ranks.lost:
+            with suppress(OwnershipError):
+                self.adopt(self.lease.take(what, force=True).state)
+
+    def share(self) -> None:
+        """From now on handles elsewhere get the lease whenever nobody is at work here."""
+        if self.lease is None:
+            return
+        with self.lock:
+            self.lease.is_shared = True
+            if not (self.frames or self._calls or self._moving or self.closed):
+                self._release()
+
+    def _revoked(self, what: str) -> StaleHandleError:
+        return StaleHandleError(
+            f"{self.label}: {what}, after another process took the policy over",
+            self.explain()[1],
+            "leave the open scopes, and enter new ones",
+        )
+
+    def look(self) -> None:
+        """Bring what is known up to date, where another process may have changed it."""
+        lease = self.lease
+        if lease is None or lease.is_held or self.closed or self.frames:
+            return
+        with self.lock:
+            seen = lease.view()
+            if seen["is_free"]:
+                self.adopt(seen["state"])
+            elif seen["mode"] is not None:
+                self.mode = self.row = seen["mode"]
+
+    def take_over(self) -> None:
+        """Take the lease from a process that is gone with a scope open, and go to the resting mode.
+
+        Raises:
+            RLSessionError: The transition failed and was rolled back.
+        """
+        lease = self.lease
+        if lease is None or lease.is_held:
+            return
+        with self.changing():
+            seen = lease.view()
+            if seen["is_free"]:
+                return
+            self.adopt(lease.take("recover()", force=True).state)
+            self.mode = self.row = seen["mode"] or self.mode
+            placement, nbytes = self.ask("placement"), self.ask("sizes")
+            origin = f"what {seen['held_by']} left"
+            self._record(events.PolicyRecovered(origin=origin, placement=placement.as_text(), nbytes=nbytes))
+            try:
+                self._go_outside(self.resting_mode, "recover()", None)
+            finally:
+                self._release()
 
     def enter(
         self,
@@ -379,13 +493,13 @@ class Control:
                     self._close_frame(frame, error_text(error))
                 finally:
                     if not self.frames:
-                        self.ownership.release()
+                        self._release()
                 return
             inner = self.frames[self.frames.index(frame) + 1 :]
             failures = [self._try_close(left_open, "left open") for left_open in reversed(inner)]
             failures.append(self._try_close(frame, error_text(error)))
             if not self.frames:
-                self.ownership.release()
+                self._release()
         if inner:
             failures.append(self._order_error(frame, inner))
         raised = [failure for failure in failures if failure is not None]
@@ -416,6 +530,11 @@ class Control:
         if frame.undo is not None:
             frame.undo()
             frame.undo = None
+        lease = self.lease
+        if lease is not None and (lease.is_revoked or (not self.frames and lease.was_taken())):
+            message = f"{frame.describe()} ended after another process had taken the policy over"
+            self._record(events.WarningIssued(code="lease_revoked", message=message))
+            raise self._revoked(f"leaving {frame.describe()}")
         failure: BaseException | None = None
         try:
             if frame.companion is None:
@@ -551,26 +670,34 @@ class Control:
             transition_id=number,
         )
         request = TransitionRequest(
-            mode=row, flags=flags or self.flags, stored=stored, explicit=explicit, cells=cells, leaves_library=rests
+            mode=row,
+            flags=flags or self.flags,
+            stored=stored,
+            explicit=explicit,
+            cells=cells,
+            leaves_library=rests,
+            transition_id=number,
+            scope_id=scope_id,
+            step=self.run.step,
         )
         self._moving = reason
         try:
             comes = cells is None or cells.weights is Cell.DEVICE  # a legacy call that moves no weights crowds nobody
             if self.run.engines and explicit is None and comes:
                 quiet_engines(self, row, reason)
-            with self.run.arbiter.admit(self.seat, row, lambda: self.seat.wish(request), reason) as own:
-                request.evict = own
-                answers = self._values(self.group.call("transition", request), reason)
+            reply = self._move_within(request, reason) or self._move(request, row, reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
+            if self.lease is not None:
+                self.lease.revoke(error)
+            if getattr(error, "rl_step_ended", False):
+                self.end_step("its gradients were discarded on some ranks by a transition that was taken back")
             self._note_fault(error)
             raise
         finally:
             self._moving = ""
-        reply = answers[0]
-        assert isinstance(reply, TransitionReply)
-        self.run.freshness.moved(reply, self.row, row, rests=rests)
         self.mode, self.row = mode, row
+        self.device.hold(self.name, reply.device_bytes)
         self._pending_release = False
         if reply.moved:
             self.last_move = f"{reason} (transition {number})"
@@ -578,6 +705,18 @@ class Control:
         if reply.live_dropped and self.step is not None:
             self.end_step("its gradients were discarded by a transition")
         return reply
+
+    def _move_within(self, request: TransitionRequest, reason: str) -> TransitionReply | None:
+        """Ask ranks elsewhere to move if the room that there is suffices; None where it has to be made first."""
+        if not self.group.logs_moves:
+            return None
+        with self.run.arbiter.steady(self.device) as headroom:
+            return self.ranks.transition_within(request, headroom, reason)
+
+    def _move(self, request: TransitionRequest, row: Mode, reason: str) -> TransitionReply:
+        with self.run.arbiter.admit(self.seat, row, lambda: self.seat.wish(request), reason) as own:
+            request.evict = own
+            return self.ranks.transition(request, reason)
 
     def send_away(self, away: Placement, reason: str) -> None:
         """Move components without a change of mode; outside every scope the rest may be written afterwards.
@@ -594,16 +733,7 @@ class Control:
 
     def ask_all(self, method: str, *args: Any) -> list[Any]:
         """Ask every rank something that moves nothing and is no compute call (not recorded)."""
-        return self._values(self.group.call(method, *args), method)
-
-    def _values(self, replies: list[Reply], attempted: str) -> list[Any]:
-        """The answers of all ranks, or the first error."""
-        for reply in replies:
-            if isinstance(reply, Failed):
-                raise error_of(reply)
-            if isinstance(reply, Lost):
-                raise FaultedError(f"{self.label}: {attempted}", (), "policy.recover()", reply.cause)
-        return [reply.value for reply in replies if isinstance(reply, Ok)]
+        return self.ranks.ask_each(method, *args)
 
     def _note_fault(self, error: BaseException) -> None:
         """Remember a failure that could not be undone; after a recovery that failed the cause is the one before."""
@@ -640,6 +770,8 @@ class Control:
         """
         gate = method if gate is None else gate
         self.ownership.check_process(f"{method}()")
+        if self.lease is not None and not self.lease.is_held:
+            return self._call_elsewhere(method, args, gate, needs_owner=needs_owner, then=then, **kwargs)
         if needs_owner:
             self.close_orphans()  # their owner may be gone with them
             self.ownership.check(f"{method}()")
@@ -649,18 +781,16 @@ class Control:
                 self._retry_release(f"{method}()")
             self.check_mode(gate)
             self.last_used = self.run.arbiter.tick()
-            self.run.freshness.called(method)
             mode, start = self.mode, time.perf_counter()
             try:
-                results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
+                result = self.ranks.call(method, *args, **kwargs)
             except BaseException as error:
                 changed = getattr(error, "rl_changed", ())
                 self.journal.notes(getattr(error, "rl_notes", ()))
                 self.journal.called(method, mode, start, error_text(error), changed)
                 self._note_fault(error)
                 raise
-            result = results[0]
-            assert isinstance(result, CallResult)
+            self.device.hold(self.name, result.device_bytes)
             self.journal.notes(result.notes)
             digest = digest_of(result.value) if self.digests else None
             self.journal.called(method, mode, start, None, result.changed, digest=digest)
@@ -668,13 +798,59 @@ class Control:
                 self._record(then(result))
             return result.value
 
+    def _call_elsewhere(self, method: str, args: tuple[Any, ...], gate: str, **kwargs: Any) -> Any:
+        """A call by a handle that does not hold the lease: one that only reads is made as things are, others take it."""
+        if method not in READS:
+            with self.lock:
+                self._take_lease(f"{method}()")
+                try:
+                    return self.call(method, *args, gate=gate, **kwargs)
+                finally:
+                    self._release()
+        for named in ("needs_owner", "then"):
+            kwargs.pop(named, None)
+        return self._read(method, gate, *args, **kwargs).value
+
+    def _read(self, method: str, gate: str, *args: Any, **kwargs: Any) -> Any:
+        """Read from a rank, judged by what this handle knows; what turns out to be stale is looked at anew, once."""
+        assert self.lease is not None
+        with self._serialised():
+            for is_last in (False, True):
+                if is_last or not self.lease.has_looked:
+                    self.look()
+                self.ready(f"{method}()")
+                if gate and not may_call(self.mode, gate) and not is_last:
+                    continue
+                self.check_mode(gate)
+                try:
+                    return self._read_once(method, *args, **kwargs)
+                except StaleHandleError:
+                    if is_last:
+                        raise
+        raise AssertionError
+
+    def _read_once(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.lease is not None
+        mode, start = self.mode, time.perf_counter()
+        try:
+            value = self.lease.read(method, mode, *args, **kwargs)
+        except StaleHandleError:
+            raise
+        except BaseException as error:
+            self.journal.called(method, mode, start, error_text(error), ())
+            raise
+        self.journal.called(method, mode, start, None, ())
+        return value
+
     def call_plain(self, method: str, *args: Any) -> Any:
         """As :meth:`call`, for a method that is legal everywhere and returns its value as it is."""
         self.ownership.check_process(f"{method}()")
+        if self.lease is not None and not self.lease.is_held:
+            return self._read(method, "", *args)
         with self._serialised():
             self.ready(f"{method}()")
             mode, start = self.mode, time.perf_counter()
-            value = self._values(self.group.call(method, *args), f"{method}()")[0]
+            value = self.ranks.ask(method, *args)
             self.journal.called(method, mode, start, None, ())
             return value
 
@@ -738,7 +914,7 @@ class Control:
         if self.closed:
             self.ready(f"{method}")
         with self.lock:
-            return self._values(self.group.call(method, *args, **kwargs), f"{method}()")[0]
+            return self.ranks.ask(method, *args, **kwargs)
 
     def end_step(self, why: str = "") -> None:
         """Forget the open step; with ``why``, it was aborted."""
@@ -756,9 +932,11 @@ class Control:
             CheckpointError: The checkpoint cannot be loaded.
         """
         with self.changing():
+            self._take_lease_by_force("recover()")
             self.end_step("recover()")
-            self.run.freshness.called("recover")
-            origin = str(self.ask("recover", path))
+            origin = self.ranks.recover(path, self.run.log_path)
+            if self.lease is not None and self.ranks.is_new:
+                self.lease.begin_anew()
             self.fault = None
             self._drop_frames("recovered")
             placement, nbytes = self.ask("placement"), self.ask("sizes")
@@ -777,7 +955,17 @@ class Control:
             except BaseException:
                 self._pending_release = True  # no scope ended: the mode stands until what comes next makes up for it
                 raise
+            finally:
+                self._release()
             return origin
+
+    def _close_handle(self, how: str) -> None:
+        """End what this process has open; the policy is another's, and goes on."""
+        while self.frames:
+            self._try_close(self.frames[-1], how)
+        self._release()
+        self.group.close()
+        self.closed = how
 
     def _drop_frames(self, why: str) -> None:
         """Close every scope without a transition."""
@@ -789,20 +977,25 @@ class Control:
                 self._close_frame(self.frames[-1], why)
         finally:
             self.fault = fault
-            self.ownership.release()
+            self._release()
 
     def close(self, how: str) -> None:
         """Close open scopes, give the model back whole, and refuse everything from now on. Idempotent."""
         with self.changing():
             if self.closed:
                 return
+            if self.lease is not None and self.lease.handle != 0:
+                self._close_handle(how)
+                return
             self._drop_frames(how)
             self.end_step(how)
-            if self.fault is None:
+            if self.fault is None and not self._is_built:
                 with suppress(RLSessionError):  # without room on the device, detach re-homes on the host
                     up = Placement(dict.fromkeys(map(str, Component), Tier.DEVICE))
                     self._transition(Mode.RESIDENT, how, scope_id=None, explicit=up, rests=True)
-            self._values(self.group.call("detach"), how)
+            if not self._is_built:
+                self.ranks.ask("detach")
+            self.ranks.fetch_records(self.run.log_path)
             self.group.close()
             self.closed = how
             self._record(events.PolicyClosed(reason=how))

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rl_session.audit import events
-from rl_session.driver.freshness import on_host, stamp_of
 from rl_session.driver.room import needs_device
 from rl_session.errors import NestingError, UsageError
-from rl_session.lifecycle import Mode, may_nest
+from rl_session.lifecycle import Component, Mode, Tier, may_nest
 
 if TYPE_CHECKING:
     from rl_session.driver.control import Control, Frame
@@ -118,8 +117,7 @@ class _Refit:
         self._refuse_in_vain()
         self._engine.refitting = self._control
         try:
-            stamp = stamp_of(self._control)
-            if self._is_current(stamp):
+            if self._is_current():
                 self._publish(skipped=True)
             else:
                 self._push()
@@ -131,11 +129,17 @@ class _Refit:
             self._engine.refitting = None
         return self._engine.version
 
-    def _is_current(self, stamp: int | None) -> bool:
+    def _is_current(self) -> bool:
+        """Whether the engine has the weights that a push would give it."""
+        stamp = self._stamp()  # asked in any case: from the first time on, writes at rest are watched for
         pushed = self._engine.pushed
-        if stamp is None or pushed is None or self._engine.weights != "pushed":
+        if pushed is None or self._engine.weights != "pushed":
             return False
         return pushed[0]() is self._control and pushed[1] == stamp
+
+    def _stamp(self) -> tuple[int, ...]:
+        """What equals an earlier one only if the weights are the same bits on every rank."""
+        return tuple(self._control.ask_all("weights_epoch"))
 
     def _refuse_in_vain(self) -> None:
         engine = self._engine
@@ -167,9 +171,9 @@ class _Refit:
         sizes = control.ask("weight_sizes")
         total, largest = sum(sizes.values()), max(sizes.values(), default=0)
         engine.wake(engine.tags[:1], self._reason, scope_id=self._scope_id, reserve=min(total, _BUCKET_CAP))
-        epoch = control.run.freshness.epoch
+        stamp = self._stamp()
         engine.push(buckets_of(control, self._bucket_size(largest)), self._reason)
-        engine.pushed = (weakref.ref(control), epoch)
+        engine.pushed = (weakref.ref(control), stamp)
         self._publish(nbytes=total)
         if not self._keeps_engine:
             self._put_engine_back()
@@ -179,7 +183,11 @@ class _Refit:
 
     def _reads_on_host(self) -> bool:
         """Whether the weights can be read from their host copies as the policy stands: nothing has to move."""
-        return self._control.row is Mode.OFFLOADED is self._control.mode and on_host(self._control.ask("placement"))
+        return self._control.row is Mode.OFFLOADED is self._control.mode and self._has_no_weight_there()
+
+    def _has_no_weight_there(self) -> bool:
+        placement = self._control.ask("placement")
+        return all(placement[component] is not Tier.DEVICE for component in (Component.PARAMS, Component.BUFFERS))
 
     def _bucket_size(self, largest: int) -> int:
         """What is free on the device, between the largest weight and a cap: an engine stages a bucket beside its weights."""

@@ -63,11 +63,11 @@ class PolicySeat:
         """What it has on its device; ``entering`` is the row of the mode it is on its way to."""
         control = self._control
         rows = [control.row] if entering is None else [control.row, entering]
-        held = control.ask_all("holdings", rows, control.flags)[0]
+        held = control.ranks.ask("holdings", rows, control.flags)
         busy = control.fault is not None or (entering is None and control.is_busy)
         return [
             Holding(
-                self.name,
+                self.label,
                 h.component,
                 h.nbytes,
                 h.dirty_nbytes,

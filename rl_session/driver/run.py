@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from os import PathLike
 from typing import TYPE_CHECKING
 
 from rl_session.audit import AuditLog
 from rl_session.audit.events import Event
 from rl_session.config import Verify
 from rl_session.driver.arbiter import Arbiter
-from rl_session.driver.freshness import Freshness
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
@@ -55,11 +55,16 @@ class Run:
         self.timeout_seconds = timeout_seconds
         self.engines: list[EngineControl] = []
         """The external engines of the run."""
-        self.freshness = Freshness()
         self.step: int | None = None
         self.lock = threading.RLock()
-        self._scope_ids = itertools.count(1)
-        self._transition_ids = itertools.count(1)
+        self.log_path: str | PathLike[str] | None = log.path
+        """The session's own file; that of another process lies beside it."""
+        self._scope_ids: Iterator[int] = itertools.count(1)
+        self._transition_ids: Iterator[int] = itertools.count(1)
+
+    def count_from(self, scope_ids: Iterator[int], transition_ids: Iterator[int]) -> None:
+        """Take numbers from elsewhere: those of another process must not be the same."""
+        self._scope_ids, self._transition_ids = scope_ids, transition_ids
 
     def next_scope_id(self) -> int:
         """A new number for a scope."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-__all__ = ["EXTENSION", "WorkerExtension", "packed", "unpacked"]
+__all__ = ["EXTENSION", "Packed", "WorkerExtension", "packed", "plain", "rebuilt", "unpacked"]
 
 EXTENSION = f"{__name__}.WorkerExtension"
 """What ``vllm.LLM(worker_extension_cls=...)`` is given."""
 
-_STORAGE_DEVICE = 6
-"""Position of the device index among the arguments that ``reduce_tensor`` gives for a CUDA tensor."""
+_STORAGES = {"TypedStorage": torch.storage.TypedStorage, "UntypedStorage": torch.UntypedStorage}
 _HERE: dict[int, dict[str, Tensor]] = {}
 """Buckets on their way to a worker in this very process, by ticket."""
 _TICKETS = itertools.count(1)
@@ -43,13 +41,18 @@ class Packed:
 
     def __enter__(self) -> dict[str, Any]:
         _HERE[self._ticket] = self._bucket
-        host = {n: t.detach().contiguous() for n, t in self._bucket.items() if t.device.type == "cpu"}
-        away = {n: reduce_tensor(t.detach())[1] for n, t in self._bucket.items() if t.device.type != "cpu"}
+        # Clones: safetensors takes no two tensors over one storage, and host copies and ties are just that.
+        host = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in self._bucket.items()
+            if tensor.device.type == "cpu"
+        }
+        away = {n: plain(reduce_tensor(t.detach())[1]) for n, t in self._bucket.items() if t.device.type != "cpu"}
         return {
             "pid": os.getpid(),
             "ticket": self._ticket,
             "host": safetensors.torch.save(host),
-            "ipc": pickle.dumps(away),
+            "ipc": away,
         }
 
     def __exit__(self, *_: object) -> None:
@@ -59,6 +62,22 @@ class Packed:
 def packed(bucket: Mapping[str, Tensor]) -> Packed:
     """A context manager that gives a bucket in a form that can cross a process boundary, valid inside the block."""
     return Packed(bucket)
+
+
+def plain(arguments: Sequence[Any]) -> list[Any]:
+    """What ``reduce_tensor`` gives of a CUDA tensor, with names in place of classes and dtypes."""
+    _, size, stride, offset, storage, dtype, *rest = arguments
+    return [list(size), list(stride), offset, storage.__name__, str(dtype).removeprefix("torch."), *rest]
+
+
+def rebuilt(arguments: Sequence[Any], device_index: int | None) -> Tensor:
+    """The tensor of another process on the same GPU, which this process may know under another index."""
+    size, stride, offset, storage, dtype, _, *rest = arguments
+    home = _STORAGES[storage]
+    tensor: Tensor = rebuild_cuda_tensor(
+        Tensor, torch.Size(size), tuple(stride), offset, home, getattr(torch, dtype), device_index, *rest
+    )
+    return tensor
 
 
 def unpacked(payload: Mapping[str, Any], device_index: int | None) -> dict[str, Tensor]:
@@ -71,10 +90,8 @@ def unpacked(payload: Mapping[str, Any], device_index: int | None) -> dict[str, 
     if payload["pid"] == os.getpid():
         return _HERE[payload["ticket"]]
     tensors: dict[str, Tensor] = safetensors.torch.load(payload["host"])
-    for name, arguments in pickle.loads(payload["ipc"]).items():  # noqa: S301 (of our own process, through vLLM's channel)
-        there = list(arguments)
-        there[_STORAGE_DEVICE] = device_index
-        tensors[name] = rebuild_cuda_tensor(*there)
+    for name, arguments in payload["ipc"].items():
+        tensors[name] = rebuilt(arguments, device_index)
     return tensors
 
 

@@ -61,6 +61,11 @@ class Device(ABC):
 
     is_told = False
     wants_pinned = False
+    capacity: int | None = None
+    """The most bytes it holds, where that is fixed from the start."""
+
+    def hold(self, policy: str, nbytes: int) -> None:  # noqa: B027 (a device in this process knows by itself)
+        """Take note of what a policy has on it, where that is known only by what its ranks report."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -128,6 +133,9 @@ class Device(ABC):
 
     def empty_cache(self) -> None:  # noqa: B027 (a device without a cache has nothing to do)
         """Give cached memory back to the device."""
+
+    def drain(self) -> None:  # noqa: B027 (on a device without streams nothing is under way)
+        """Wait for everything that was started on the device, on whatever stream."""
 
     def is_resident(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage's bytes are on this device, found by looking at it."""
@@ -500,6 +508,10 @@ class CudaDevice(Device):
             self._ended.synchronize()
             torch.cuda.current_stream(self.torch_device).wait_event(self._ended)
             self._ended = None
+
+    def drain(self) -> None:
+        """Wait for every stream."""
+        torch.cuda.synchronize(self.torch_device)
 
     def checksum(self, storage: torch.UntypedStorage) -> int:
         """A position-weighted sum of the bytes, computed on the device."""

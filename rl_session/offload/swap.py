@@ -71,6 +71,9 @@ def replaced(
         named = _units(snapshot, components)
         _check_same(engine, named, contents)
         units = list(named.values())
+        for unit in units:  # of a policy at rest that shares it: what we write here is no touch
+            unit.look_at_barrier()
+            unit.lower_barrier()
         saved = _save(engine, snapshot, units)
         try:
             engine.device.copy_in(
@@ -87,6 +90,8 @@ def replaced(
             _write_back(engine, snapshot, units)
             for unit in units:
                 unit.host_valid = unit.host_valid and stays_valid
+                if unit.resters:
+                    engine.watch.cover(unit)
 
 
 def _units(snapshot: Snapshot, components: Sequence[str]) -> dict[str, Unit]:

@@ -18,6 +18,7 @@ from rl_session.errors import UnsupportedError
 __all__ = [
     "byte_alias",
     "check_supported",
+    "find_storage",
     "fresh_view",
     "library_access",
     "num_holders",
@@ -47,6 +48,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 def weak_storage(storage: torch.UntypedStorage) -> StorageWeakRef:
     """A weak reference that also keeps the identity (``_cdata``) from being reused."""
     return StorageWeakRef(storage)
+
+
+def find_storage(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, or None when it is gone."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return storage
 
 
 def byte_alias(storage: torch.UntypedStorage) -> Tensor:

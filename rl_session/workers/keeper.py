@@ -86,14 +86,15 @@ class Keeper:
         """Write parameters, buffers, optimizer and scheduler state; nothing is moved."""
         start = time.perf_counter()
         tensors = self._named_tensors()
-        nbytes = files.save(
-            Path(path),
-            module_tensors=tensors,
-            optimizer=self.spec.optimizer,
-            param_names=self._param_names(),
-            scheduler=self.spec.scheduler,
-            read=self.engine.readable,
-        )
+        with self.engine.watch.reading():
+            nbytes = files.save(
+                Path(path),
+                module_tensors=tensors,
+                optimizer=self.spec.optimizer,
+                param_names=self._param_names(),
+                scheduler=self.spec.scheduler,
+                read=self.engine.readable,
+            )
         self.last_checkpoint = str(path)
         fields: dict[str, object] = {"path": str(path), "nbytes": nbytes, "seconds": time.perf_counter() - start}
         return CallResult(None, notes=(("checkpoint.saved", fields),))

@@ -39,19 +39,25 @@ def assert_settled(rig: Rig) -> None:
     assert rig.device.peak <= 4 * ONE
 
 
+MOVES = [("wake", 1), ("wake", 2), ("bucket", 1), ("bucket", 3), ("update_weights", 1), ("sleep", 1)]
+FAILURES = [
+    *(
+        (operation, k, point, error)
+        for operation, k in MOVES
+        for point in ("before", "half", "after")
+        for error in ERRORS
+    ),
+    ("generate", 1, "before", "raises"),  # it answers with a mapping, and not with False
+    ("generate", 1, "before", "interrupt"),
+]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("release", ["eager", "lazy"])
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("point", ["before", "half", "after"])
-@pytest.mark.parametrize(
-    ("operation", "k"),
-    [("wake", 1), ("wake", 2), ("bucket", 1), ("bucket", 3), ("update_weights", 1), ("sleep", 1), ("generate", 1)],
-)
+@pytest.mark.parametrize(("operation", "k", "point", "error"), FAILURES)
 def test_after_any_failure_in_a_step_the_next_step_is_right(
     operation: Any, k: int, point: Any, error: str, release: str, level: int, make: Make
 ) -> None:
-    if operation == "generate" and (error == "false" or point != "before"):
-        pytest.skip("generate answers with a mapping")
     rig = make(capacity=4 * ONE, release=release, sleep_level=level)
     rig.train()
     fault = rig.fake.fail(operation, k, point, ERRORS[error])
@@ -202,12 +208,19 @@ def test_a_pending_sleep_is_tried_again_by_make_room_and_by_the_engines_own_entr
         pass
     with rig.engine.awake():  # half asleep: it sleeps first, or generate would touch what is gone
         rig.engine.generate(prompts())
-    rig.fake.fail("sleep", 1, error=False)
+    rig.fake.fail("sleep", 1, "after", error=False)
     with pytest.raises(rs.EngineError), rig.engine.awake():
         pass
-    calls = len(rig.fake.calls)
-    with rig.engine.awake():  # it refused and is as awake as it was
+    with rig.engine.awake():  # it said False and sleeps all the same
         rig.engine.generate(prompts())
+    rig.fake.begin_requests()
+    rig.engine._control.drain._timeout = 0
+    with pytest.raises(rs.EngineError, match="in flight"), rig.engine.awake():
+        pass
+    calls = len(rig.fake.calls)
+    with rig.engine.awake():  # it was never asked, and is as awake as it was
+        rig.engine.generate(prompts())
+        rig.fake.finish_requests()
     assert rig.fake.calls[calls:] == ["generate", "sleep 1"]
 
 

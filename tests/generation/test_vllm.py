@@ -286,6 +286,7 @@ def test_a_bucket_reaches_a_worker_in_another_process() -> None:
     process = context.Process(target=_receive, args=(there,))
     process.start()
     bucket = dict(Model(5).state_dict())
+    bucket["head.bias"] = bucket["body.weight"].view(-1)[:11]  # two over one storage
     with vllm_worker.packed(bucket) as payload:
         here.send(payload)
         assert here.poll(240)
@@ -293,6 +294,18 @@ def test_a_bucket_reaches_a_worker_in_another_process() -> None:
     process.join()
     assert (num, crc) == (len(bucket), _crc(bucket))
     assert vllm_worker._HERE == {}
+
+
+def test_handles_of_device_memory_cross_as_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    import orjson
+
+    handle = [7, "handle", 4096, 512, False, "counter", 3, "event", True]  # bytes where it is real
+    told = (Tensor, torch.Size([2, 3]), (3, 1), 5, torch.storage.TypedStorage, torch.bfloat16, *handle)
+    sent = orjson.loads(orjson.dumps(vllm_worker.plain(told)))
+    seen: list[Any] = []
+    monkeypatch.setattr(vllm_worker, "rebuild_cuda_tensor", lambda *arguments: seen.append(arguments))
+    vllm_worker.rebuilt(sent, 2)
+    assert seen == [(*told[:6], 2, *handle[1:])]
 
 
 def test_what_it_cannot_serve_is_refused_when_it_is_made() -> None:
