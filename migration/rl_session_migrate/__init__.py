@@ -16,13 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_session_migrate.proof import Report, verify
     from rl_session_migrate.shim.batch import BatchedDataDict
     from rl_session_migrate.shim.effects import LegacyConfig
     from rl_session_migrate.shim.generation import LegacyGeneration, refit_policy_generation
     from rl_session_migrate.shim.loss import LegacyLoss, as_loss_fn
     from rl_session_migrate.shim.policy import LegacyPolicy
     from rl_session_migrate.shim.value import LegacyValue
-    from rl_session_migrate.verify import Report, verify
 
 _HOMES = {
     "rl_session_migrate.shim.batch": ("BatchedDataDict",),
@@ -31,7 +31,7 @@ _HOMES = {
     "rl_session_migrate.shim.loss": ("LegacyLoss", "as_loss_fn"),
     "rl_session_migrate.shim.policy": ("LegacyPolicy",),
     "rl_session_migrate.shim.value": ("LegacyValue",),
-    "rl_session_migrate.verify": ("Report", "verify"),
+    "rl_session_migrate.proof": ("Report", "verify"),
 }
 
 __all__ = [

@@ -90,6 +90,7 @@ class Act:
         tenant: The policy or value; "engine" for an engine with weights of its own.
         method: What was called.
         mode: The mode it ran in; "" where that is of no account.
+        in_scope: Whether a scope of the tenant was open around it; else it ran where the tenant rested.
         served: The weights it ran on: for each engine that was awake, whose and after how many updates; of an own module, the
             number of updates.
         digest: Of its result, where the log has one.
@@ -100,6 +101,7 @@ class Act:
     tenant: str
     method: str
     mode: str
+    in_scope: bool
     served: tuple[str, ...]
     digest: str | None
     error: str
@@ -230,6 +232,7 @@ class _Reading:
             tenant=str(policy) if policy is not None else "engine",
             method=method,
             mode="" if method in _ANYWHERE else str(record["mode"]),
+            in_scope=bool(self._replay.open_scopes(policy)),
             served=self._served(method, policy),
             digest=record.get("digest"),
             error=error,

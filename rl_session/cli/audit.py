@@ -202,7 +202,7 @@ def diff(
 
 
 def _prove(legacy: str, scoped: str, *, as_json: bool) -> None:
-    from rl_session_migrate.verify import verify
+    from rl_session_migrate.proof import verify
 
     with _reading(legacy) as first, _reading(scoped) as second:
         report = verify(first, second)

@@ -168,7 +168,7 @@ class Control:
         self.last_move = "nothing has moved since attach"
         self.step: Any = None
         """The user's open train step, if one is open."""
-        self.digests = False
+        self.digests = run.verify == "checksum"
         """Whether records of calls carry a digest of the result."""
         self.resting_cells: Cells | None = None
         """What the resting placement asks of each component, where that is no mode's row (a legacy call's).

@@ -606,10 +606,24 @@ def test_a_lifecycle_call_from_another_thread_is_refused_while_a_scope_is_open(m
 
 
 @quiet
-def test_a_call_waits_for_another_thread_that_is_at_work(make: Make) -> None:
+def test_a_call_waits_for_another_thread_that_is_at_work(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make()
     rig.legacy.prepare_for_training()
-    begun, go_on = threading.Event(), threading.Event()
+    control = rig.policy._control
+    begun, waited, go_on = threading.Event(), threading.Event(), threading.Event()
+    acquire = control.acquire
+    refusals: list[Any] = []
+
+    def watched(call: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return acquire(call, *args, **kwargs)
+        except rs.OwnershipError:
+            refusals.append(call)
+            if refusals.count("offload_to_cpu()") == 2:
+                waited.set()
+            raise
+
+    monkeypatch.setattr(control, "acquire", watched)
 
     def slow(logits: Tensor, data: Any, seqs: Any, tokens: Any) -> Any:
         begun.set()
@@ -620,11 +634,27 @@ def test_a_call_waits_for_another_thread_that_is_at_work(make: Make) -> None:
         training = pool.submit(rig.legacy.train, batch(), slow)
         assert begun.wait(60)
         offloading = pool.submit(rig.legacy.offload_to_cpu)
+        assert waited.wait(60), "refused twice by the owner's lock, and still waiting"
         assert not offloading.done()
         go_on.set()
         training.result()
         offloading.result()
     assert rig.seen() == {"P": "cpu", "G": "none", "O": "cpu", "M": "eval"}
+
+
+@quiet
+def test_a_refused_call_leaves_the_train_flag(make: Make) -> None:
+    rig = make()
+    rig.legacy.prepare_for_training()
+    rig.legacy.begin_train_step(loops.NextTokenLoss())
+    rig.legacy.get_logprobs(batch())
+    assert not rig.model.training
+    with pytest.raises(rs.OpenStepError):
+        rig.legacy.train(batch(), loops.NextTokenLoss())
+    assert not rig.model.training
+    with pytest.raises(rs.BatchError):
+        rig.legacy.train({}, loops.NextTokenLoss(), eval_mode=True)
+    assert not rig.model.training
 
 
 @quiet

@@ -206,6 +206,19 @@ def test_beside_an_engine_that_leaves_room_training_does_not_put_it_to_sleep(mak
     assert rig.fake.awake_tags == {"weights", "kv_cache"}
 
 
+def test_a_scope_of_an_engine_that_legacy_woke_leaves_it_awake(make: Make) -> None:
+    rig = make()
+    rig.generation.prepare_for_generation()
+    with rig.engine.awake() as awake:
+        first = awake.generate(PROMPTS)
+    assert rig.fake.awake_tags == {"weights", "kv_cache"}
+    assert torch.equal(rig.generation.generate(PROMPTS)["output_ids"], first["output_ids"])
+    rig.generation.finish_generation()
+    with rig.engine.awake():
+        pass
+    assert not rig.fake.awake_tags, "after that, scopes put it to sleep again"
+
+
 def test_threads_may_generate_at_once(make: Make) -> None:
     rig = make()
     rig.generation.prepare_for_generation()

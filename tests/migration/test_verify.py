@@ -168,6 +168,42 @@ def test_without_digests_results_are_not_compared_and_the_report_says_so(run: Ca
     assert 'verify="checksum"' in str(report)
 
 
+@pytest.mark.parametrize("holds_optimizer", [False, True])
+def test_a_move_that_is_left_out_passes_unless_more_is_on_the_device(
+    run: Callable[..., Path], *, holds_optimizer: bool
+) -> None:
+    """Outside every scope a call may rest in another mode than by hand, beside no more than there was by hand."""
+
+    def by_hand(world: World) -> None:
+        policy = LegacyPolicy(world.policy)
+        policy.prepare_for_training()
+        policy.train(loops.text(1), loops.NextTokenLoss())
+        if holds_optimizer:
+            policy.offload_before_refit()
+        policy.prepare_for_lp_inference()
+        policy.get_logprobs(loops.text(2))
+
+    def resting(world: World) -> None:
+        world.policy.switch("training")
+        world.policy.train(loops.text(1), as_loss_fn(loops.NextTokenLoss()))
+        world.policy.get_logprobs(loops.text(2))
+
+    def in_a_scope(world: World) -> None:
+        with world.policy.training_mode():
+            world.policy.train(loops.text(1), as_loss_fn(loops.NextTokenLoss()))
+            world.policy.get_logprobs(loops.text(2))
+
+    legacy = run("legacy", by_hand)
+    report = verify(legacy, run("resting", resting))
+    assert report.equal is not holds_optimizer, str(report)
+    assert report.num_elided_modes == (0 if holds_optimizer else 1)
+    if not holds_optimizer:
+        assert "1 calls rested in another mode than by hand" in str(report)
+    difference = verify(legacy, run("scope", in_a_scope)).difference
+    assert difference is not None
+    assert difference.kind == "mode", "a scope says which mode is meant"
+
+
 def test_a_call_that_raises_in_one_run_is_found(run: Callable[..., Path]) -> None:
     def failing(world: World) -> None:
         legacy_loop(world)

@@ -28,6 +28,7 @@ from rl_session.errors import (
     ModeError,
     OwnershipError,
     ShimInScopeError,
+    StaleHandleError,
     StepClosedError,
     UnsupportedError,
     UsageError,
@@ -220,8 +221,8 @@ class LegacyTrainer:
                 return None
             try:
                 return self._control.acquire(call, site, timeout=0.2)
-            except OwnershipError:
-                if time.monotonic() > deadline:
+            except OwnershipError as error:
+                if isinstance(error, StaleHandleError) or time.monotonic() > deadline:
                     raise
 
     def _refuse_in_scope(self, call: str, site: str, scope: str) -> None:

@@ -6,7 +6,8 @@
 Two runs are the same when they make the same compute calls in the same order, each in the same mode, on the same weights, with
 the same result (where both logs have digests: ``Session(verify="checksum")``), and when nothing is on the device at a wake of an
 engine that legacy did not have there, unless budget less demand leaves room for it. Moves may differ: that is what scopes are
-for. Knows two runs and no log; imports neither torch nor ray.
+for. So a call outside every scope may run in another mode than by hand, where the move between the two was left out: with
+nothing more of its tenant on the device than legacy had at that call. Knows two runs and no log; imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Report:
         differences: What differs, in the order of the runs. After an act that is missing, extra or out of order nothing more is
             compared; of acts that differ otherwise each is listed.
         num_digests: How many results were compared; 0 where a log has no digests.
+        num_elided_modes: How many calls ran outside every scope in another mode than by hand, with nothing more on the device.
         legacy: Totals of the legacy run.
         scoped: Totals of the scoped run.
         moments: At each act, wake and entry of a scope of the scoped run: what was on the device, and the peak before.
@@ -106,6 +108,7 @@ class Report:
 
     differences: tuple[Difference, ...]
     num_digests: int
+    num_elided_modes: int
     legacy: Totals
     scoped: Totals
     moments: tuple[Moment, ...]
@@ -128,6 +131,10 @@ class Report:
             f"  bytes moved: {a.bytes_moved} legacy, {b.bytes_moved} scoped; elided: {a.bytes_elided}, {b.bytes_elided}",
             f"  peak on the device: {a.peak} legacy, {b.peak} scoped",
         ]
+        if self.num_elided_modes:
+            lines.append(
+                f"  {self.num_elided_modes} calls rested in another mode than by hand, with nothing more on the device"
+            )
         if not self.num_digests:
             lines.append('  results were not compared: run both with Session(..., verify="checksum")')
         return "\n".join([*lines, *(str(difference) for difference in self.differences[:3])])
@@ -137,6 +144,7 @@ class Report:
         return {
             "equal": self.equal,
             "num_digests": self.num_digests,
+            "num_elided_modes": self.num_elided_modes,
             "differences": [attrs.asdict(difference) for difference in self.differences],
             "legacy": attrs.asdict(self.legacy),
             "scoped": attrs.asdict(self.scoped),
@@ -165,10 +173,11 @@ def compare(legacy: Run, scoped: Run) -> Report:
         *_compare_peaks(legacy, scoped),
     ]
     differences.sort(key=lambda difference: difference.index if difference.index >= 0 else len(scoped.acts) + 1)
-    pairs = zip(legacy.acts, scoped.acts, strict=False)
+    pairs = list(zip(legacy.acts, scoped.acts, strict=False))
     return Report(
         differences=tuple(differences),
         num_digests=sum(a.digest is not None and b.digest is not None for a, b in pairs),
+        num_elided_modes=sum(_name(a) == _name(b) and _elides_mode(a, b) for a, b in pairs),
         legacy=Totals.of(legacy),
         scoped=Totals.of(scoped),
         moments=tuple(scoped.moments()),
@@ -196,7 +205,7 @@ def _name(act: Act) -> tuple[str, str]:
 
 def _unlike(a: Act, b: Act) -> Kind | None:
     """What is the first thing that two acts of one name differ in."""
-    if a.mode != b.mode:
+    if a.mode != b.mode and not _elides_mode(a, b):
         return "mode"
     if a.served != b.served:
         return "weights"
@@ -205,6 +214,14 @@ def _unlike(a: Act, b: Act) -> Kind | None:
     if a.digest is not None and b.digest is not None and a.digest != b.digest:
         return "result"
     return None
+
+
+def _elides_mode(a: Act, b: Act) -> bool:
+    """Whether a call runs in another mode only because a move to that of the legacy run was left out."""
+    if a.mode == b.mode or b.in_scope:
+        return False
+    before, after = (act.moment.on_device.get(act.tenant, {}) for act in (a, b))
+    return _within({b.tenant: after}, {b.tenant: before})
 
 
 def _parting(legacy: Sequence[Act], scoped: Sequence[Act]) -> Kind:
