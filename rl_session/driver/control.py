@@ -611,6 +611,7 @@ class Control:
             OwnershipError: Another owner is at work.
             RLSessionError: The transition failed and was rolled back; the resting mode stands.
         """
+        held = self.ownership.token
         token = self.acquire(spelling, call_site)
         try:
             with self.changing():
@@ -628,7 +629,8 @@ class Control:
                 self.resting, self.resting_mode, self.resting_cells = reply.placement, mode, cells
                 return reply
         finally:
-            self.let_go(token)
+            if token is not held:  # else whoever took it before has more to do
+                self.let_go(token)
 
     def _check_outside(self, spelling: str, call_site: str) -> None:
         if self.frames or self._calls:

@@ -98,7 +98,8 @@ class LegacyLoss:
         if not is_number or "_min" in name or "_max" in name:
             return each(value, is_share=False)
         number = value.detach() if isinstance(value, Tensor) else value
-        return each(number / self.num_global_batches if self.num_global_batches not in (None, 1) else number)
+        share = number / self.num_global_batches if self.num_global_batches not in (None, 1) else number
+        return each(share, is_share=not name.startswith("num_"))  # a count is no share of the loss
 
 
 def _input_type(loss: Any) -> str:

@@ -136,7 +136,8 @@ class LegacyTrainer:
     @property
     def mode(self) -> Mode:
         """The mode in effect."""
-        return self._control.mode
+        mode: Mode = self._policy.mode
+        return mode
 
     @property
     def placement(self) -> Placement:
