@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rl_session.errors import UnsupportedError
 
 __all__ = [
+    "AWAY_TYPES",
     "byte_alias",
     "check_supported",
     "fresh_view",
@@ -26,6 +27,10 @@ __all__ = [
     "storage_of",
     "weak_storage",
 ]
+
+
+AWAY_TYPES: set[type] = set()
+"""The classes that tensors have while their bytes are away (:mod:`rl_session.offload.guard` makes them)."""
 
 
 @contextmanager
