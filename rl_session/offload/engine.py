@@ -225,22 +225,32 @@ class Engine:
         Returns:
             Whether that was possible: every storage has the copy it was brought in from, and no step was made since.
         """
-        if not self.snapshots_intact:
+        if not self.has_snapshot(components):
             return False
-        wanted = set(components)
         with library_access():
-            snapshot = self.refresh()
-            units = [
-                snapshot.units[key]
-                for key, found in snapshot.inventory.storages.items()
-                if wanted.intersection(found.components) and snapshot.units[key].tier is Tier.DEVICE
-            ]
-            if not all(unit.is_snapshot and unit.host is not None for unit in units):
-                return False
             self.shards.reshard()
+            snapshot, units = self._snapshot_units(components)
             self.device.copy_in([(self.ledger.storage(u, snapshot), u.host_bytes()) for u in units])
             self.device.synchronize()
         return True
+
+    def has_snapshot(self, components: Iterable[str]) -> bool:
+        """Whether :meth:`restore_snapshot` could do it."""
+        if not self.snapshots_intact:
+            return False
+        with library_access():
+            _, units = self._snapshot_units(components)
+        return all(unit.is_snapshot and unit.host is not None for unit in units)
+
+    def _snapshot_units(self, components: Iterable[str]) -> tuple[Snapshot, list[Unit]]:
+        wanted = set(components)
+        snapshot = self.refresh()
+        units = [
+            snapshot.units[key]
+            for key, found in snapshot.inventory.storages.items()
+            if wanted.intersection(found.components) and snapshot.units[key].tier is Tier.DEVICE
+        ]
+        return snapshot, units
 
     # -- reading -------------------------------------------------------------------------------------------------
 

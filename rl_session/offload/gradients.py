@@ -28,7 +28,9 @@ class GradientStamps:
             self._stamps = {key: stamp for key, stamp in self._stamps.items() if stamp[0]() is not None}
             # Of a sharded gradient the shard is stamped: FSDP accumulates into it, and bumps no version but its own.
             plain = [inner for gradient in gradients for inner in plain_tensors(gradient)]
-            self._stamps.update({id(grad): (weakref.ref(grad), grad._version) for grad in plain if not grad.is_inference()})
+            self._stamps.update(
+                {id(grad): (weakref.ref(grad), grad._version) for grad in plain if not grad.is_inference()}
+            )
 
     def is_live(self, gradient: Tensor) -> bool:
         """Whether nobody has consumed ``gradient``, a plain tensor, since it was last written."""

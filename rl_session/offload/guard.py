@@ -14,9 +14,10 @@ argument: ``torch.tensor(away)``, ``other.set_(away)``, ``other.data = away``, `
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import attrs
 import torch
@@ -280,7 +281,7 @@ class Guard:
     def come_first(self) -> None:
         """Make sure that no forward hook registered since :meth:`install` (``fully_shard`` again) runs before ours."""
         for module, hook in self._first:
-            hooks = module._forward_pre_hooks
+            hooks = cast("OrderedDict[int, Callable[..., Any]]", module._forward_pre_hooks)
             if hook in hooks and next(iter(hooks)) != hook:
                 hooks.move_to_end(hook, last=False)
 

@@ -252,9 +252,7 @@ def _entries(sources: Sources) -> Iterator[Entry]:
             for path, tensor in reachable_tensors(extra, name):
                 yield Entry(name, path, tensor)
     if sources.reference is not None:
-        yield from _module_entries(
-            sources.reference, Component.REFERENCE, Component.REFERENCE, "reference.", shards
-        )
+        yield from _module_entries(sources.reference, Component.REFERENCE, Component.REFERENCE, "reference.", shards)
 
 
 def _module_entries(

@@ -21,6 +21,7 @@ __all__ = [
     "check_supported",
     "fresh_view",
     "library_access",
+    "local_nbytes",
     "num_holders",
     "plain_tensors",
     "rehome",
@@ -99,6 +100,11 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         inner = getattr(tensor, name)
         if isinstance(inner, Tensor):
             yield from plain_tensors(inner)
+
+
+def local_nbytes(tensor: Tensor) -> int:
+    """Bytes of the values of a tensor in this process: of a sharded one, those of its shard."""
+    return sum(inner.numel() * inner.element_size() for inner in plain_tensors(tensor))
 
 
 def check_supported(tensor: Tensor, label: str) -> None:

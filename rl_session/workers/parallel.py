@@ -39,6 +39,7 @@ __all__ = ["How", "blocks_of", "parallelize"]
 How = Literal["fsdp2", "ddp"] | Callable[[nn.Module, DeviceMesh], nn.Module] | None
 """How a model is spread over ranks; None leaves a copy on each, whose gradients are summed by the train step."""
 
+_REPLICATE = 'parallelize(model, "ddp", mesh)'
 _PIN_NOWHERE = "parallelize(model, 'fsdp2', mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))"
 
 
@@ -127,7 +128,9 @@ def check_wrappers(model: nn.Module, label: str) -> None:
             )
         if isinstance(part, nn.DataParallel):
             facts = ("it copies the module to other devices in every forward",)
-            raise UnsupportedError(f"{label}: nn.DataParallel cannot be served", facts, 'parallelize(model, "ddp", mesh)')
+            raise UnsupportedError(
+                f"{label}: nn.DataParallel cannot be served", facts, 'parallelize(model, "ddp", mesh)'
+            )
 
 
 def _check_new(model: nn.Module) -> None:
@@ -192,29 +195,36 @@ def _sharded(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> nn.
 def _check_shardable(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]) -> None:
     if mesh.ndim > 2:
         raise _refusal(model, f"the mesh has {mesh.ndim} dimensions, not one or (replicate, shard)", "a mesh of one")
-    remedy = 'parallelize(model, "ddp", mesh)'
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise _refusal(model, f"{name} is a meta tensor: it has no bytes", "load the weights first")
-        if parameter.dim() == 0:
-            raise _refusal(model, f"{name} has no dimension to shard", f"{remedy}, or give it shape [1]")
-        if not parameter.is_contiguous():
-            raise _refusal(model, f"{name} is not contiguous", f"{name}.data = {name}.data.contiguous()")
-    groups = [{id(p): p for p in block.parameters()} for block in blocks]
-    inside = {key for group in groups for key in group}
-    groups.append({id(p): p for p in model.parameters() if id(p) not in inside})
-    names = {id(p): name for name, p in model.named_parameters()}
-    for key, num in _num_users(model, blocks).items():
-        if num > 1:
-            raise _refusal(model, f"{names[key]} is shared between blocks, or by a block and the rest", remedy)
-    for group in groups:
-        dtypes = {p.dtype for p in group.values() if p.requires_grad}
-        if len(dtypes) > 1:
-            listed = ", ".join(sorted(map(str, dtypes)))
-            raise _refusal(model, f"trainable parameters of one block have several dtypes: {listed}", remedy)
+        _check_parameter(model, name, parameter)
+    _check_groups(model, blocks)
     policy = options.get("offload_policy")
     if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
         raise _refusal(model, "CPUOffloadPolicy pins memory, and there is no device to pin it for", _PIN_NOWHERE)
+
+
+def _check_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if parameter.is_meta:
+        raise _refusal(model, f"{name} is a meta tensor: it has no bytes", "load the weights first")
+    if parameter.dim() == 0:
+        raise _refusal(model, f"{name} has no dimension to shard", f"{_REPLICATE}, or give it shape [1]")
+    if not parameter.is_contiguous():
+        raise _refusal(model, f"{name} is not contiguous", f"{name}.data = {name}.data.contiguous()")
+
+
+def _check_groups(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """FSDP finds out about both in the first forward only."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for key, num in _num_users(model, blocks).items():
+        if num > 1:
+            raise _refusal(model, f"{names[key]} is shared between blocks, or by a block and the rest", _REPLICATE)
+    groups = [{id(p): p for p in block.parameters()} for block in blocks]
+    inside = {key for group in groups for key in group}
+    for group in (*groups, {id(p): p for p in model.parameters() if id(p) not in inside}):
+        dtypes = {p.dtype for p in group.values() if p.requires_grad}
+        if len(dtypes) > 1:
+            listed = ", ".join(sorted(map(str, dtypes)))
+            raise _refusal(model, f"trainable parameters of one block have several dtypes: {listed}", _REPLICATE)
 
 
 def _num_users(model: nn.Module, blocks: list[nn.Module]) -> Counter[int]:
