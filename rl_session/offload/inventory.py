@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -136,7 +137,7 @@ def reachable_tensors(
 
 
 _LEAVES = (
-    *(str, bytes, int, float, complex, bool, type, nn.Module, torch.dtype, torch.device, weakref.ref),
+    *(str, bytes, int, float, complex, bool, type, Enum, nn.Module, torch.dtype, torch.device, weakref.ref),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
 
@@ -315,8 +316,11 @@ def _side_tensors(sources: Sources, *, deep: bool) -> Iterator[tuple[str, Tensor
     """Tensors held as plain attributes: aliases of what was found, or bytes that no component covers."""
     for path, submodule in sources.module.named_modules():
         for name, value in submodule.__dict__.items():
-            if name not in _MODULE_INTERNALS and (deep or isinstance(value, _CONTAINERS)):
+            if not _is_internal(name) and (deep or isinstance(value, _CONTAINERS)):
                 yield from reachable_tensors(value, f"{path}.{name}" if path else name, _SIDE_DEPTH)
+    if deep:
+        yield from sources.shards.gathered()
+        yield from sources.shards.hidden_gradients()
     for name, parameter in sources.shards.parameters(sources.module):
         for attribute, value in parameter.__dict__.items():
             yield from reachable_tensors(value, f"{name}.{attribute}", _SIDE_DEPTH)
@@ -326,7 +330,13 @@ def _side_tensors(sources: Sources, *, deep: bool) -> Iterator[tuple[str, Tensor
                 yield from reachable_tensors(value, f"optimizer.{attribute}", _SIDE_DEPTH)
 
 
+def _is_internal(attribute: str) -> bool:
+    return attribute in _MODULE_INTERNALS or attribute.startswith(_FSDP_STATE)
+
+
 _CONTAINERS = (Tensor, list, tuple, dict)
 _SIDE_DEPTH = _MAX_DEPTH - 3
+_FSDP_STATE = "__composable_api_state_key"
+"""How the attribute begins where torch keeps what ``fully_shard`` knows; :mod:`rl_session.offload.shards` reads that."""
 _MODULE_INTERNALS = frozenset({*nn.Module().__dict__})
 _OPTIMIZER_COVERED = frozenset({"state", "param_groups", "defaults"})

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor
 
 __all__ = ["Shards"]
 
@@ -102,6 +101,15 @@ class Shards:
             if isinstance(getattr(parameter, "_sharded_param_data", None), Tensor)
         }
 
+    def gathered(self) -> list[tuple[str, Tensor]]:
+        """Unsharded parameters that have their bytes now."""
+        return [
+            (f"{parameter._param_fqn or parameter._module_info.param_name} (gathered)", tensor)
+            for parameter in self._parameters()
+            for tensor in parameter.all_gather_outputs
+            if tensor.untyped_storage().nbytes()
+        ]
+
     def parameter_ids(self) -> frozenset[int]:
         """``id`` of each shard."""
         return frozenset(id(parameter.sharded_param) for parameter in self._parameters())
@@ -134,10 +142,10 @@ class Shards:
         """The device meshes it shards and replicates over, each once."""
         return list(dict.fromkeys(group.mesh_info.mesh for group in self._groups()))
 
-    def parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         """``module.named_parameters()``, with the shards in place of what is registered now."""
         stand_ins = self.unsharded() if self else {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
             yield name, stand_ins.get(id(parameter), parameter)
 
     def _groups(self) -> Iterator[Any]:
@@ -149,8 +157,3 @@ class Shards:
     def _parameters(self) -> Iterator[Any]:
         for group in self._groups():
             yield from group.fsdp_params
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is distributed over ranks."""
-    return isinstance(tensor, DTensor)
