@@ -49,20 +49,19 @@ class Keeper:
 
         Of several ranks only the first gets it; all have to take part.
         """
-        result: dict[str, Any] = {}
-        whole: dict[int, Tensor] = {}
+        copies: dict[str, Any] = {}
+        gathered: dict[int, str] = {}
         for name, value in self._live().items():
-            if not isinstance(value, Tensor):
-                copy: Any = value
-            elif id(value) in whole:  # tied: gathered once
-                copy = whole[id(value)].clone()
-            else:
-                copy = self._whole(value).detach().to("cpu", copy=not isinstance(value, DTensor))
-                if isinstance(value, DTensor) and self.ranks.is_first:
-                    whole[id(value)] = copy
+            tied = gathered.setdefault(id(value), name) if isinstance(value, DTensor) else name
+            copy = self._cpu_copy(value) if tied == name else None  # what is tied is gathered once, on every rank
             if self.ranks.is_first:
-                result[name] = copy
-        return result
+                copies[name] = copy if tied == name else copies[tied].clone()
+        return copies
+
+    def _cpu_copy(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self._whole(value).detach().to("cpu", copy=not isinstance(value, DTensor))
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """A tensor's values where its bytes are: itself or a view of its host copy; a sharded one gathered there."""

@@ -5,7 +5,7 @@ waiting. So what can fail on one rank alone is done :meth:`Ranks.together`, and 
 (``SOLO``) everything here is free. Numbers travel as float64. Knows nothing of models or batches.
 
 Not covered: a rank that fails, or dies, in the middle of a forward or backward. The others wait in a collective of the
-model until the timeout of the process group; the driver's deadline ends it before.
+model, and it for them, until the timeout of the process groups; the driver's deadline ends it before.
 """
 
 from __future__ import annotations
@@ -58,12 +58,16 @@ class Ranks:
     Attributes:
         index: Which rank this is.
         count: How many there are.
+        control: A gloo group of their own for what they tell each other. In the group of the model's collectives a rank
+            that failed and the others in the middle of a forward would take each other's messages for their own, and
+            gloo ends the process over that (measured).
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, is_solo: bool = False) -> None:
         self.group = group
         self.index = 0 if is_solo else dist.get_rank(group)
         self.count = 1 if is_solo else dist.get_world_size(group)
+        self.control = None if self.count == 1 else _control_group(group)
 
     def __repr__(self) -> str:
         return f"<rank {self.index} of {self.count}>"
@@ -104,7 +108,7 @@ class Ranks:
 
     def _common_error(self, error: BaseException | None, attempted: str) -> BaseException:
         told: list[bytes | None] = [None] * self.count
-        dist.all_gather_object(told, None if error is None else _packed(error, attempted), group=self.group)
+        dist.all_gather_object(told, None if error is None else _packed(error, attempted), group=self.control)
         if error is not None:
             return error
         rank, packed = next((rank, packed) for rank, packed in enumerate(told) if packed is not None)
@@ -116,9 +120,9 @@ class Ranks:
         """The numbers of every rank, in rank order."""
         if self.count == 1:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device())
+        mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.count)]
-        dist.all_gather(rows, mine, group=self.group)
+        dist.all_gather(rows, mine, group=self.control)
         result: list[list[float]] = torch.stack(rows).tolist()
         return result
 
@@ -131,7 +135,7 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
@@ -146,10 +150,17 @@ class Ranks:
                 for tensor, part in zip(bucket, parts, strict=True):
                     tensor.copy_(part.view_as(tensor))
 
-    def _device(self) -> torch.device:
-        """Where small tensors travel from: the CPU, unless the group has no backend for it."""
-        has_cpu = "cpu:" in str(dist.get_backend_config(self.group))
-        return torch.device("cpu") if has_cpu else torch.device(torch.accelerator.current_accelerator() or "cpu")
+    def close(self) -> None:
+        """Let the control group go; every rank does it. Idempotent."""
+        control, self.control = self.control, None
+        if control is not None and dist.is_initialized():
+            dist.destroy_process_group(control)
+
+
+def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    members = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return made
 
 
 SOLO = Ranks(is_solo=True)

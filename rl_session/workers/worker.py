@@ -485,6 +485,7 @@ class Worker:
         if self._reference is not None:
             self._reference.close()
         self.engine.pool.trim()
+        self.ranks.close()
 
 
 def _own_rows(result: dict[str, Tensor], share: Share) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks =
     """
     solo = ranks.count == 1
     with _plainly():
-        dcp_save(dict(tensors), storage_writer=_Writer(directory), process_group=ranks.group, no_dist=solo)
+        dcp_save(dict(tensors), storage_writer=_Writer(directory), process_group=ranks.control, no_dist=solo)
 
 
 def read_tensors(directory: Path, verified: metadata.Metadata, tensors: dict[str, Tensor]) -> None:
