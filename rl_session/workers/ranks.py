@@ -158,8 +158,14 @@ class Ranks:
 
 
 def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of the same members; all of them are here, and where they are not all there are, nobody else has to be.
+
+    Synchronising members only hangs where ranks have made different numbers of groups before (measured): not when it can
+    be avoided.
+    """
     members = dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    is_part = len(members) < dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(members, backend="gloo", use_local_synchronization=is_part)
     return made
 
 

@@ -5,6 +5,7 @@ Every run has a deadline; what is left of a run that missed it is killed, so tha
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -57,7 +58,7 @@ def _outcomes(
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_fork(function, rank, num_ranks, args, Path(folder), timeout) for rank in range(num_ranks)]
         try:
-            return [_collected(pid, pipe, deadline) for pid, pipe in ranks]
+            return [_collected(pid, pipe, deadline, _stack_file(Path(folder), pid)) for pid, pipe in ranks]
         finally:
             for pid, pipe in ranks:
                 _end(pid)
@@ -111,8 +112,10 @@ def _result(
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=timeout * 0.6),
+        timeout=timedelta(seconds=timeout * 0.7),
     )
+    stacks = _stack_file(folder, os.getpid()).open("w")
+    faulthandler.dump_traceback_later(timeout * 0.8, file=stacks)
     try:
         value = function(rank, *args)
         dist.barrier()
@@ -121,9 +124,13 @@ def _result(
         return pickle.dumps((False, traceback.format_exc()))
 
 
-def _collected(pid: int, pipe: Connection, deadline: float) -> tuple[bool, Any]:
+def _stack_file(folder: Path, pid: int) -> Path:
+    return folder / f"stacks-{pid}.txt"
+
+
+def _collected(pid: int, pipe: Connection, deadline: float, stacks: Path) -> tuple[bool, Any]:
     if not wait([pipe], max(0.0, deadline - time.monotonic())):
-        return False, f"no result in time (process {pid})"
+        return False, f"no result in time\n{stacks.read_text() if stacks.exists() else ''}"
     try:
         outcome: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
     except EOFError:

@@ -58,7 +58,7 @@ class LM(nn.Module):
         hidden = self.embed(input_ids) + self.bias
         for layer in self.layers:
             hidden = layer(hidden)
-        out: Tensor = self.head(hidden * self.scale + self.frozen)
+        out: Tensor = self.head((hidden * self.scale + self.frozen).to(self.head.weight.dtype))
         return out
 
 
