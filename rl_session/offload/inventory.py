@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_session.lifecycle import Component
 from rl_session.offload.shards import Shards
-from rl_session.offload.tensors import AWAY_TYPES, check_supported, library_access, plain_tensors, storage_of
+from rl_session.offload.tensors import check_supported, library_access, plain_tensors, storage_of
 
 __all__ = ["Entry", "Found", "Sources", "reachable_tensors", "scan"]
 
@@ -107,6 +107,8 @@ class Inventory:
     storages: dict[int, Found]
     uncovered: dict[int, tuple[str, int]]
     """Storages that hold tensors of no component: identity to (name, bytes)."""
+    empty_shards: list[Entry] = attrs.field(factory=list)
+    """DTensors of which this rank has nothing; the other ranks have the rest."""
 
     def entries(self, component: str) -> Iterator[Entry]:
         """Every entry of one component."""
@@ -197,6 +199,8 @@ def _inner(entry: Entry, tensor: Tensor, index: int) -> Entry:
 def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
     if _has_no_storage(tensor):
         check_supported(tensor, entry.name)
+        if isinstance(entry.wrapper, DTensor):
+            inventory.empty_shards.append(entry)
         return
     storage = storage_of(tensor)
     found = inventory.storages.get(storage._cdata)
@@ -221,7 +225,7 @@ def _has_no_storage(tensor: Tensor) -> bool:
     if tensor.is_meta or tensor.layout is not torch.strided:
         return True
     # An empty shard may lie in a storage of padding, or of other shards' gradients, and keeps it alive.
-    return tensor.numel() == 0 and storage_of(tensor).nbytes() == 0 and type(tensor) not in AWAY_TYPES
+    return tensor.numel() == 0 and storage_of(tensor).nbytes() == 0
 
 
 def _add_alias(inventory: Inventory, name: str, tensor: Tensor) -> None:

@@ -160,10 +160,21 @@ class Ledger:
                 away[component] += 1
                 if unit.tier is Tier.NONE:
                     freed.add(component)
+        self._hide_empty_shards(inventory, away)
         self._away = away
         self.placement, self.nbytes = Placement(self._tiers(inventory, units)), nbytes
         self.is_stale = False
         return Snapshot(inventory, units, self.placement, live, frozenset(freed), nbytes)
+
+    def _hide_empty_shards(self, inventory: Inventory, away: dict[str, int]) -> None:
+        """A rank with nothing of a tensor refuses what the others refuse: alone it would wait for them in a collective."""
+        for entry in inventory.empty_shards:
+            for tensor in (entry.tensor, entry.wrapper):
+                assert tensor is not None
+                if away[entry.component]:
+                    hide(tensor, AwayNote(entry.name, entry.component, "on the host", self.explain))
+                else:
+                    reveal(tensor)
 
     def _tiers(self, inventory: Inventory, units: dict[int, Unit]) -> dict[str, Tier]:
         """The tier of each component: the highest of the storages that are its alone, else of those it shares.
