@@ -68,6 +68,9 @@ class Ranks:
         self.index = 0 if is_solo else dist.get_rank(group)
         self.count = 1 if is_solo else dist.get_world_size(group)
         self.control = None if self.count == 1 else _control_group(group)
+        self._depth = 0
+        self._agreed: BaseException | None = None
+        """The error that all ranks know of already, on its way out of nested blocks."""
 
     def __repr__(self) -> str:
         return f"<rank {self.index} of {self.count}>"
@@ -78,12 +81,14 @@ class Ranks:
         return self.index == 0
 
     @contextmanager
-    def together(self, attempted: str, width: int = 0) -> Iterator[Agreement]:
+    def together(self, attempted: str) -> Iterator[Agreement]:
         """Run a block on every rank that fails on all of them if it fails on one. No collective may be left half done in it.
+
+        Blocks may be nested. Whatever ranks tell each other begins with whether one has failed, so that a rank that fails
+        stops the others wherever they ask for the next time.
 
         Args:
             attempted: What the block does, for the message on ranks where it went well.
-            width: How many numbers the block tells the other ranks through what is yielded.
 
         Raises:
             BaseException: This rank's own error; else a copy of the error of the first rank that has one, with a note that
@@ -95,16 +100,39 @@ class Ranks:
             yield agreement
             agreement.rows = [agreement.mine]
             return
+        if not self._depth:
+            self._agreed = None
+        self._depth += 1
         error: BaseException | None = None
         try:
             yield agreement
         except BaseException as raised:
             error = raised
-        numbers = [*agreement.mine, *[0.0] * width][:width]
-        rows = self.gather([float(error is not None), *numbers])
-        if any(row[0] for row in rows):
-            raise self._common_error(error, attempted)
-        agreement.rows = [row[1:] for row in rows]
+        finally:
+            self._depth -= 1
+        if error is not None and error is self._agreed:
+            raise error
+        agreement.rows = self._exchange(agreement.mine if error is None else (), error, attempted)
+
+    def _exchange(
+        self, numbers: Sequence[float], error: BaseException | None = None, attempted: str = "a call"
+    ) -> list[list[float]]:
+        """The numbers of every rank, as many on each; or the error of one, raised on all."""
+        shown = [*numbers[:_HEAD], *[0.0] * (_HEAD - len(numbers))]
+        heads = self._all_gather([float(error is not None), *shown])
+        if any(head[0] for head in heads):
+            self._agreed = self._common_error(error, attempted)
+            raise self._agreed
+        if len(numbers) > _HEAD:
+            return self._all_gather(numbers)
+        return [head[1 : 1 + len(numbers)] for head in heads]
+
+    def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.count)]
+        dist.all_gather(rows, mine, group=self.control)
+        result: list[list[float]] = torch.stack(rows).tolist()
+        return result
 
     def _common_error(self, error: BaseException | None, attempted: str) -> BaseException:
         told: list[bytes | None] = [None] * self.count
@@ -117,23 +145,22 @@ class Ranks:
         return copy
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank, in rank order."""
-        if self.count == 1:
-            return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.count)]
-        dist.all_gather(rows, mine, group=self.control)
-        result: list[list[float]] = torch.stack(rows).tolist()
-        return result
+        """The numbers of every rank, in rank order; as many on each.
+
+        Raises:
+            BaseException: As :meth:`together`, where another rank has failed meanwhile.
+        """
+        return [list(numbers)] if self.count == 1 else self._exchange(numbers)
 
     def greatest(self, number: int) -> int:
         """The greatest of one whole number of every rank."""
-        return number if self.count == 1 else int(max(row[0] for row in self.gather([number])))
+        return int(max(row[0] for row in self.gather([number])))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One picklable value of every rank, in rank order."""
         if self.count == 1:
             return [value]
+        self._exchange(())
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -168,6 +195,9 @@ def _control_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     made: dist.ProcessGroup = dist.new_group(members, backend="gloo", use_local_synchronization=is_part)
     return made
 
+
+_HEAD = 3
+"""How many numbers travel with the word whether a rank has failed; more take a second message."""
 
 SOLO = Ranks(is_solo=True)
 """No other ranks."""

@@ -132,7 +132,7 @@ class TrainStep:
         """
         self._check_open("forward_backward()")
         call = self.forward.named("forward_backward()")
-        with self.forward.ranks.together(call, width=3) as told:
+        with self.forward.ranks.together(call) as told:
             share = own_share(chunk, self.forward.ranks.count, call)
             self.forward.checked(share.batch, call)
             _check_callable(self.forward, loss_fn)
@@ -253,7 +253,7 @@ class TrainStep:
     def _clip(self) -> float:
         stepped = list(self._stepped())
         norm = self.sync.total_norm([p.grad for p in stepped if p.grad is not None])
-        with self.forward.ranks.together(self.forward.named("commit()"), width=1) as told:
+        with self.forward.ranks.together(self.forward.named("commit()")) as told:
             told.mine = [float(norm)]
             if not math.isfinite(told.mine[0]):
                 facts = (f"the gradient norm is {told.mine[0]}", *self._bad_gradients())
@@ -459,7 +459,7 @@ class _Step:
 def _steps_of(forward: Forward, batch: Any, gbs: int | None, mbs: int | None, call: str) -> list[_Step]:
     """Cut what this rank has into optimizer steps; counts are summed over ranks, as float64."""
     ranks = forward.ranks
-    with ranks.together(call, width=1) as told:
+    with ranks.together(call) as told:
         if ranks.count == 1 and not isinstance(batch, Share):
             parts = global_batches(forward.checked(batch, call), gbs, mbs, call)
             shares = [Share(part, (size(part),)) for part in parts]
