@@ -42,7 +42,9 @@ def test_both_stacks_of_an_encoder_decoder_are_blocks_and_experts_stay_with_thei
         T5Config(vocab_size=13, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_decoder_layers=3, num_heads=2)
     )
     assert blocks_of(t5) == [*t5.encoder.block, *t5.decoder.block]
-    mixture = nn.ModuleDict({"layers": nn.ModuleList([Experts(), Experts()]), "heads": nn.ModuleList([nn.Linear(2, 2)])})
+    mixture = nn.ModuleDict(
+        {"layers": nn.ModuleList([Experts(), Experts()]), "heads": nn.ModuleList([nn.Linear(2, 2)])}
+    )
     assert blocks_of(mixture) == list(mixture["layers"])  # type: ignore[call-overload]
 
 

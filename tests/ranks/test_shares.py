@@ -34,7 +34,9 @@ def test_every_row_is_in_one_share_and_comes_back_in_order(num_ranks: int, num_s
     shares = split(whole, num_ranks, gbs=gbs)
     assert sorted(row for share in shares for row in share.rows) == list(range(num_steps * gbs))
     for step in range(num_steps):  # the rows of a step stay in it, and no rank has two more than another
-        rows = [row for share in shares if (part := share.of_step(step)) for row in (part["input_ids"][:, 0] // 3).tolist()]
+        rows = [
+            row for share in shares if (part := share.of_step(step)) for row in (part["input_ids"][:, 0] // 3).tolist()
+        ]
         assert sorted(rows) == list(range(step * gbs, (step + 1) * gbs))
         nums = [share.steps[step] for share in shares]
         assert max(nums) - min(nums) <= 1

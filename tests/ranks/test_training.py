@@ -63,7 +63,9 @@ def _sizes(rank: int, how: Any) -> None:
     assert len(ours["loss"]) == 2
     close(ranks, alone)
     everyone = ranks.worker.ranks.gather_objects(ours)
-    assert all(torch.equal(each["grad_norm"], ours["grad_norm"]) and each["metrics"] == ours["metrics"] for each in everyone)
+    assert all(
+        torch.equal(each["grad_norm"], ours["grad_norm"]) and each["metrics"] == ours["metrics"] for each in everyone
+    )
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -248,11 +250,11 @@ def _inf_gradient(rank: int) -> None:
 
     class Blow(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (autograd gives it)
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004 (autograd gives it)
             return grad * (math.inf if rank == 1 else 1.0)
 
     def loss(logits: Tensor, given: Any, seqs: Tensor, tokens: Tensor) -> Any:
