@@ -10,7 +10,7 @@ SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-smoke test check format format-check lint types imports clean
+.PHONY: help setup demo demo-smoke test check docs format format-check lint types imports clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ demo-smoke: $(STAMP) ## The demo, two steps
 test: $(STAMP) ## Run the tests (ARGS="-k scope" is handed on; JOBS=0 for one process)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-check: format-check lint types imports test ## Everything that must hold: format, ruff, mypy, import contracts, tests
+check: format-check lint types imports docs test ## Everything that must hold: format, ruff, mypy, import contracts, docs, tests
 
 format: $(STAMP) ## Format, and mend what ruff can mend
 	@$(BIN)/ruff check --quiet --fix-only .
@@ -52,6 +52,10 @@ types: $(STAMP)
 
 imports: $(STAMP)
 	@$(BIN)/lint-imports --no-logo
+
+docs: $(STAMP) ## Build the documentation into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 clean: ## Remove .venv, caches and build outputs
 	@rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rl_session.cli.audit import app as _audit
+from rl_session.cli.doctor import doctor as _doctor
 
 __all__ = ["main"]
 
@@ -20,6 +21,7 @@ _app = typer.Typer(
     rich_markup_mode=None,
 )
 _app.add_typer(_audit, name="audit")
+_app.command("doctor")(_doctor)
 
 
 def _print_version(value: bool) -> None:

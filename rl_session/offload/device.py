@@ -56,9 +56,11 @@ class Device(ABC):
 
     Attributes:
         is_told: Whether the device knows only of storages it is told of, and so has to be told of gradients while they live.
+        wants_pinned: Whether copies are faster from and to page-locked host memory.
     """
 
     is_told = False
+    wants_pinned = False
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -415,6 +417,8 @@ class CudaDevice(Device):
     Args:
         index: The CUDA device index.
     """
+
+    wants_pinned = True
 
     def __init__(self, index: int) -> None:
         super().__init__(torch.device("cuda", index))

@@ -200,7 +200,7 @@ class HostPool:
         return [HostBuffer(piece[:size], block) for piece, size in zip(pieces, sizes, strict=True)]
 
     def _pin(self, block: _Block, device: Device) -> None:
-        if device.torch_device.type != "cuda" or self._pin_failed:
+        if not device.wants_pinned or self._pin_failed:
             return
         if self.before_pin is not None:
             self.before_pin()

@@ -17,6 +17,8 @@ BIG = 1 << 20
 class PinningDevice(EmulatedDevice):
     """Looks like CUDA to the pool: counts what is pinned, and can refuse."""
 
+    wants_pinned = True
+
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__()
         self.torch_device = torch.device("cuda", 0)

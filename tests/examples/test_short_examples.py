@@ -1,0 +1,62 @@
+"""The short examples run, learn, and explain themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import rl_session as rs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_quickstart_shows_where_the_bytes_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "run.jsonl"
+    losses = load("quickstart").main(["--steps", "3", "--audit", str(log)])
+    assert losses[-1] < losses[0]
+    shown = capsys.readouterr().out
+    assert [line.split()[1:9:2] for line in shown.splitlines() if "params" in line] == [
+        ["params", "device", "device", "device"]
+    ]
+    modes = {record.event.mode for record in rs.read_audit(log) if record.name == "scope.entered"}
+    assert modes == {"logprob", "training", "refit"}
+
+
+def test_dpo_learns_and_moves_nothing_between_steps(tmp_path: Path) -> None:
+    log = tmp_path / "dpo.jsonl"
+    before, after = load("dpo").main(["--steps", "25", "--log", str(log)])
+    assert after > before + 0.05
+    committed = [record for record in rs.read_audit(log) if record.name == "transition.committed"]
+    assert len(committed) == 7, "into and out of two evaluations and one training scope, and home at the end"
+    assert not [record for record in committed if record.step is not None]
+
+
+def test_asynchronous_rollouts_lag_and_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = load("async_rollouts").main(["--steps", "24", "--log", str(tmp_path / "async.jsonl")])
+    assert len(rewards) == 24
+    assert sum(rewards[-4:]) / 4 > rewards[0]
+    assert "12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_has_help(
+    example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example.name, "--help"])
+    with pytest.raises(SystemExit) as raised:
+        load(example.stem).main()
+    assert raised.value.code == 0
+    assert "--steps" in capsys.readouterr().out
