@@ -146,7 +146,6 @@ class Keeper:
             checkpoint.check(tensors, self.spec.optimizer, names)
         before = self.engine.refresh().placement
         with self.trainer.accounted() as changed, self.guard.pause():
-            self.engine.shards.reshard()
             with self.ranks.together(call):  # no rank overwrites anything before each has read all it needs
                 plan = checkpoint.prepared(tensors, self.spec.optimizer, names, self.spec.scheduler)
             plan.commit(self.engine.writable)
@@ -158,7 +157,10 @@ class Keeper:
         return CallResult(None, tuple(changed), notes=(("checkpoint.loaded", fields),))
 
     def _settle(self, before: Placement) -> None:
-        """Optimizer state made by loading starts on the device; send it where the optimizer belongs."""
+        """Optimizer state made by loading starts on the device; send it where the optimizer belongs.
+
+        The move reshards FSDP2 modules, so that nothing gathered from the old weights is left.
+        """
         after = self.engine.refresh()
         home = before[Component.OPTIMIZER]
         if home is Tier.NONE:

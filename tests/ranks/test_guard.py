@@ -67,6 +67,8 @@ def _touched(rank: int) -> None:
             touch(worker, parameter)
         assert "policy 'actor'" in caught.value.attempted, name
         assert "policy." in caught.value.remedy, name
+        states = {part._get_fsdp_state()._training_state.name for part in worker.worker.sources.shards.modules}
+        assert states == {"IDLE"}, f"{name}: FSDP's hooks ran first"
     assert worker.away_bytes() == 0, "something gathered, or brought bytes back"
     assert not worker.worker.sources.shards.gathered()
     worker.go(Mode.TRAINING)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from rl_session.errors import OpenStepError, UnsupportedError
 from rl_session.lifecycle import Component, Mode, Tier
+from rl_session.offload import swap
 from rl_session.workers import compute
 from rl_session.workers.shares import split
 
@@ -163,6 +164,24 @@ def _stale(rank: int, folder: Path) -> None:
         reference = worker.call("get_reference_policy_logprobs", given)["reference_logprobs"]
         assert torch.allclose(reference, pristine, atol=1e-5)
         assert torch.equal(worker.model(IDS), after)
+        # A forward of anybody's while the reference is in, such as one that its caller makes by hand.
+        engine, kept = worker.worker.engine, worker.worker._reference._copy  # type: ignore[union-attr]
+        with swap.replaced(engine, kept, (Component.PARAMS, Component.BUFFERS), stays_valid=False):
+            assert torch.allclose(worker.model(IDS), made_model()(IDS), atol=1e-5)
+        assert torch.equal(worker.model(IDS), after)
+        worker.go(Mode.TRAINING)
+    # Between the gradients and their step.
+    worker.worker.begin_step(None, None)
+    worker.call("forward_backward", batch(4), loss_fn, mbs=None)
+    with torch.no_grad():
+        worker.model(IDS)
+    assert worker.worker.sources.shards.gathered()
+    worker.worker.commit()
+    fresh = made_model()
+    fresh.load_state_dict(worker.full())
+    with torch.no_grad():
+        after = worker.model(IDS)
+        assert torch.equal(after, fresh(IDS))
         # And moving: the bytes that leave are those of the shards.
         worker.go(Mode.OFFLOADED)
         assert not worker.worker.sources.shards.gathered()
@@ -289,6 +308,11 @@ def _cpu_offload(rank: int) -> None:
     live = worker.call("get_logprobs", given)["logprobs"]
     plain.go(Mode.LOGPROB)
     assert torch.equal(live, plain.call("get_logprobs", given)["logprobs"])
+    worker.go(Mode.TRAINING, **flags)
+    worker.train(given)  # what the swap kept on the host must not stand for the weights any more
+    state = worker.worker.state_dict()
+    expected = worker.full()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
     worker.worker.detach()
     assert all(shard_of(p).untyped_storage().nbytes() > 0 for p in worker.parameters() if shard_of(p).numel())
 

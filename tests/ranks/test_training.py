@@ -243,6 +243,34 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all_before_any_forw
     run(_bad_arguments, 2)
 
 
+def _failing_forward(rank: int) -> None:
+    worker = made()
+    worker.go(Mode.OFFLOADED)
+    worker.go(Mode.TRAINING)
+    before = worker.full()
+    layer: Any = worker.model.layers[1]  # type: ignore[index]
+
+    def fails(*_: Any) -> None:
+        raise OSError("in the middle of a forward, on every rank")
+
+    for call in (
+        lambda: worker.call("get_logprobs", batch(4)),
+        lambda: worker.train(batch(4)),
+        lambda: worker.train(batch(4), eval_mode=True),
+    ):
+        handle = layer.down.register_forward_hook(fails)
+        with pytest.raises(OSError, match="in the middle"):
+            call()  # type: ignore[no-untyped-call]
+        handle.remove()
+        assert not worker.worker.sources.shards.gathered()
+        assert torch.isfinite(worker.call("get_logprobs", batch(4))["logprobs"]).all()
+    _works_afterwards(worker, before)
+
+
+def test_after_a_forward_that_failed_on_every_rank_the_next_one_is_right() -> None:
+    run(_failing_forward, 2)
+
+
 def _inf_gradient(rank: int) -> None:
     worker = made()
     worker.go(Mode.TRAINING)
