@@ -102,12 +102,12 @@ class Shards:
         }
 
     def gathered(self) -> list[tuple[str, Tensor]]:
-        """Unsharded parameters that have their bytes now."""
+        """Unsharded parameters that have their bytes now, and copies resharded to a smaller group."""
         return [
             (f"{parameter._param_fqn or parameter._module_info.param_name} (gathered)", tensor)
             for parameter in self._parameters()
-            for tensor in parameter.all_gather_outputs
-            if tensor.untyped_storage().nbytes()
+            for tensor in (*parameter.all_gather_outputs, getattr(parameter, "_sharded_post_forward_param_data", None))
+            if tensor is not None and tensor.untyped_storage().nbytes()
         ]
 
     def parameter_ids(self) -> frozenset[int]:

@@ -85,6 +85,10 @@ def _bit_identical(rank: int, how: Any, options: dict[str, Any]) -> None:
         assert moving.device.resident_bytes == 0
         assert not moving.worker.sources.shards.gathered()
         assert moving.tiers()[Component.GRADS] is Tier.NONE
+    moving.go(Mode.LOGPROB)
+    moving.call("get_logprobs", batch(4))
+    moving.go(Mode.OFFLOADED)
+    assert not moving.worker.sources.shards.gathered(), "a forward without a backward leaves something behind"
     assert {id(p): shard_of(p).untyped_storage()._cdata for p in moving.parameters()} == before
     moving.go(Mode.TRAINING)
     still.go(Mode.TRAINING)
@@ -178,9 +182,9 @@ def _stale(rank: int, folder: Path) -> None:
     assert worker.worker.sources.shards.gathered()
     worker.worker.commit()
     fresh = made_model()
-    fresh.load_state_dict(worker.full())
     with torch.no_grad():
         after = worker.model(IDS)
+        fresh.load_state_dict(worker.full())
         assert torch.equal(after, fresh(IDS))
         # And moving: the bytes that leave are those of the shards.
         worker.go(Mode.OFFLOADED)

@@ -68,7 +68,7 @@ def test_texts_of_different_length_are_filled_up() -> None:
 
 @pytest.mark.parametrize(("gbs", "mbs"), [(4, None), (None, 4), (3, 2), (0, None)])
 def test_what_cannot_be_cut_evenly_reaches_no_rank(gbs: int | None, mbs: int | None) -> None:
-    with pytest.raises(BatchError, match="gbs|batch") as caught:
+    with pytest.raises(BatchError, match=r"gbs|batch") as caught:
         split(batch(6), 2, "train()", gbs=gbs, mbs=mbs)
     assert caught.value.remedy
 

@@ -153,10 +153,12 @@ def _generates(rank: int, how: Any) -> None:
     worker = made(how)
     worker.go(Mode.GENERATION)
     prompts = {key: batch(3)[key] for key in ("input_ids", "input_lengths")}
-    params = SamplingParams(max_new_tokens=6, stop_ids=(1, 2, 3), temperature=1.0, seed=7, mbs=1)
+    params = SamplingParams(max_new_tokens=6, stop_ids=tuple(range(8)), temperature=1.0, seed=7, mbs=1)
     parts = split(prompts, 2)
     own = worker.worker.generate(parts[rank], params, 0).value
     alone = sample(made_model(), prompts, params)
+    ends = [int(alone["generation_lengths"][list(part.rows)].sum()) for part in parts]
+    assert ends[0] != ends[1] + params.max_new_tokens, "ranks would make as many forwards by chance"
     assert torch.equal(own["generation_lengths"], alone["generation_lengths"][list(parts[rank].rows)])
     width = own["output_ids"].shape[1]
     assert torch.equal(own["output_ids"], alone["output_ids"][list(parts[rank].rows), :width])
