@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_session.audit import read_audit
     from rl_session.config import OffloadConfig
+    from rl_session.engines import EngineHandle
     from rl_session.errors import (
         ArgumentError,
         AuditError,
@@ -44,28 +45,34 @@ if TYPE_CHECKING:
         ScopeError,
         ScopeOrderError,
         ScopeReuseError,
+        StaleHandleError,
+        StaleWeightsError,
         StepClosedError,
         TransitionError,
         UnsupportedError,
         UsageError,
+        WorkerError,
         WorldError,
     )
-    from rl_session.generation import InProcessEngine
+    from rl_session.generation import GenerationEngine, InProcessEngine, VLLMEngine
     from rl_session.lifecycle import Component, Mode, Placement, Tier
     from rl_session.metrics import max, mean, min
     from rl_session.policy import Policy, ValueModel
     from rl_session.scope import Scope, Step
     from rl_session.session import Session, attach
+    from rl_session.workers.launch import LocalWorkers, RayWorkers
 
 _HOMES = {
     "rl_session.audit": ("read_audit",),
     "rl_session.config": ("OffloadConfig",),
-    "rl_session.generation": ("InProcessEngine",),
+    "rl_session.engines": ("EngineHandle",),
+    "rl_session.generation": ("GenerationEngine", "InProcessEngine", "VLLMEngine"),
     "rl_session.lifecycle": ("Component", "Mode", "Placement", "Tier"),
     "rl_session.metrics": ("max", "mean", "min"),
     "rl_session.policy": ("Policy", "ValueModel"),
     "rl_session.scope": ("Scope", "Step"),
     "rl_session.session": ("Session", "attach"),
+    "rl_session.workers.launch": ("LocalWorkers", "RayWorkers"),
 }
 
 __all__ = [
@@ -79,10 +86,13 @@ __all__ = [
     "ConfigError",
     "DeviceMemoryError",
     "EngineError",
+    "EngineHandle",
     "FaultedError",
+    "GenerationEngine",
     "HostMemoryError",
     "InProcessEngine",
     "IntegrityError",
+    "LocalWorkers",
     "Mode",
     "ModeError",
     "NestingError",
@@ -96,18 +106,23 @@ __all__ = [
     "Placement",
     "Policy",
     "RLSessionError",
+    "RayWorkers",
     "Scope",
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
     "Session",
+    "StaleHandleError",
+    "StaleWeightsError",
     "Step",
     "StepClosedError",
     "Tier",
     "TransitionError",
     "UnsupportedError",
     "UsageError",
+    "VLLMEngine",
     "ValueModel",
+    "WorkerError",
     "WorldError",
     "attach",
     "max",

@@ -10,7 +10,7 @@ import attrs
 from rl_session.errors import ConfigError
 from rl_session.lifecycle import Flags, LiveGradients, Release
 
-__all__ = ["OffloadConfig", "Verify", "check_budget", "check_choice"]
+__all__ = ["OffloadConfig", "Verify", "check_budget", "check_choice", "check_seconds"]
 
 Verify = Literal["off", "checksum"]
 
@@ -19,7 +19,7 @@ _VERIFIES = ("off", "checksum")
 _LIVE = ("preserve", "refuse", "discard")
 
 
-def check_choice(owner: str, field: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(owner: str, field: str, value: object, choices: tuple[object, ...]) -> None:
     """Reject a value that is not one of ``choices``.
 
     Raises:
@@ -63,6 +63,16 @@ def check_budget(owner: str, field: str, value: object) -> None:
             (),
             f"{owner}({field}=8 * 2**30)",
         )
+
+
+def check_seconds(owner: str, field: str, value: object) -> None:
+    """Reject what is no number of seconds.
+
+    Raises:
+        ConfigError: It is not; the message names the owner and the field.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(f"{owner}: {field}={value!r} is no number of seconds", (), f"{owner}({field}=600)")
 
 
 def _budget(instance: Any, attribute: Any, value: Any) -> None:

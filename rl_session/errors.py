@@ -10,7 +10,9 @@ r"""Every error this library raises, in one tree, with a short stable code each.
         OpenStepError        RLS106        gradients nobody consumed yet are in the way
         StepClosedError      RLS107        the train step was committed or aborted before
         OffloadedAccessError RLS108        a tensor was touched while its bytes are on the host
-        ClosedError          RLS109        the policy or session was closed
+        ClosedError          RLS109        the policy, engine or session was closed
+        StaleWeightsError    RLS111        an engine has no weights that it may serve
+        StaleHandleError     RLS112        (OwnershipError) another process changed the policy meanwhile
       ArgumentError (ValueError)           what was passed in was wrong, nothing was changed
         ConfigError          RLS201
         BatchError           RLS202
@@ -28,6 +30,7 @@ r"""Every error this library raises, in one tree, with a short stable code each.
         CheckpointWriteError RLS307
         EngineError          RLS308        a generation engine failed
         OptimizerStepError   RLS309        optimizer.step() failed half-way and was undone
+        WorkerError          RLS310        workers could not be started
 
 Each message has three parts: what was attempted, the facts, and what to write instead. Fields are positional and all
 reach ``Exception.args``, so that errors survive pickling and Ray's dual exception classes; the cause is kept as text.
@@ -63,10 +66,13 @@ __all__ = [
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
+    "StaleHandleError",
+    "StaleWeightsError",
     "StepClosedError",
     "TransitionError",
     "UnsupportedError",
     "UsageError",
+    "WorkerError",
     "WorldError",
 ]
 
@@ -143,6 +149,12 @@ class OwnershipError(UsageError):
     code = "RLS105"
 
 
+class StaleHandleError(OwnershipError):
+    """Another process has changed the policy since this handle last looked; it looked again, and still may not."""
+
+    code = "RLS112"
+
+
 class OpenStepError(UsageError):
     """Gradients that no optimizer step has consumed are in the way."""
 
@@ -165,6 +177,12 @@ class ClosedError(UsageError):
     """The policy, engine or session was closed or detached."""
 
     code = "RLS109"
+
+
+class StaleWeightsError(UsageError):
+    """A generation engine was asked to serve weights that were discarded, or pushed only in part."""
+
+    code = "RLS111"
 
 
 class ArgumentError(RLSessionError, ValueError):
@@ -267,6 +285,12 @@ class OptimizerStepError(WorldError):
     """``optimizer.step()`` failed half-way; parameters and optimizer state were restored from their host copies."""
 
     code = "RLS309"
+
+
+class WorkerError(WorldError):
+    """Workers could not be started, or could not be started anew."""
+
+    code = "RLS310"
 
 
 def _name_publicly() -> None:

@@ -105,6 +105,8 @@ class Placement(Mapping[str, Tier]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
+        if isinstance(other, Placement) and self._tiers == other._tiers:
+            return True
         names = set(self) | set(other)
         return all(self[name] == other.get(name, Tier.NONE) for name in names)
 

@@ -153,7 +153,7 @@ class Holding(NamedTuple):
     """A component that a participant has on a device, as far as making room goes.
 
     Attributes:
-        participant: Whose it is.
+        participant: Whose it is, as messages call it: a policy and an engine may have one name.
         component: Which one.
         nbytes: Device memory that evicting it frees.
         dirty_nbytes: How much of that must be copied out first.
@@ -175,7 +175,8 @@ def choose_evictions(needed: int, holdings: Sequence[Holding]) -> tuple[Holding,
     """Which components leave so that ``needed`` more bytes fit; None when all that may leave is not enough.
 
     Whole components leave: disposable gradients first, then those of the participant that was used least recently, and of
-    one participant the clean before the dirty. Nothing leaves beyond what is needed.
+    one participant the clean before the dirty. Nothing leaves beyond what is needed: where the last one chosen frees more than
+    was missing, those before it that fit into the excess stay, the one that would have left latest first.
     """
     candidates = sorted(
         (holding for holding in holdings if holding.releasable and holding.nbytes),
@@ -188,4 +189,10 @@ def choose_evictions(needed: int, holdings: Sequence[Holding]) -> tuple[Holding,
             break
         chosen.append(holding)
         freed += holding.nbytes
-    return tuple(chosen) if freed >= needed else None
+    if freed < needed:
+        return None
+    for holding in reversed(tuple(chosen)):
+        if not holding.disposable and freed - holding.nbytes >= needed:
+            chosen.remove(holding)
+            freed -= holding.nbytes
+    return tuple(chosen)

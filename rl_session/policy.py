@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, overload
 
 from torch import Tensor, nn
 
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site
 from rl_session.driver.control import Control
+from rl_session.driver.engine_control import EngineControl
 from rl_session.driver.handles import (
+    EngineGenerationCalls,
     GenerationCalls,
     LogprobCalls,
     OffloadedCalls,
@@ -24,13 +26,15 @@ from rl_session.driver.handles import (
     ValueTrainingCalls,
 )
 from rl_session.driver.journal import changes
+from rl_session.driver.passing import Passport, rebuild
+from rl_session.driver.refit import buckets_of, refit
+from rl_session.engines import EngineHandle, generation_scope
 from rl_session.errors import ConfigError, UsageError
+from rl_session.generation.in_process import InProcessEngine
+from rl_session.generation.protocol import GenerationEngine
 from rl_session.lifecycle import Component, Mode, Placement
 from rl_session.offload.device import Device
 from rl_session.scope import Scope, Step
-
-if TYPE_CHECKING:
-    from rl_session.generation import InProcessEngine
 
 __all__ = ["Policy", "TrainableModel", "ValueModel"]
 
@@ -55,7 +59,15 @@ class TrainableModel:
         self._on_close = on_close
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}: {self.mode} mode, {self.health}>"
+        return f"<{type(self).__name__} {self.name!r}: {self._control.mode} mode, {self._control.health}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets a handle of its own, where the workers can be reached from there.
+
+        Raises:
+            UnsupportedError: The model is in this process.
+        """
+        return rebuild, (type(self), Passport.of(self._control))
 
     # -- scopes --------------------------------------------------------------------------------------------------
 
@@ -134,16 +146,19 @@ class TrainableModel:
     @property
     def mode(self) -> Mode:
         """The mode in effect."""
+        self._control.look()
         return self._control.mode
 
     @property
     def resting_mode(self) -> Mode:
         """The mode outside every scope."""
+        self._control.look()
         return self._control.resting_mode
 
     @property
     def health(self) -> str:
         """One of "ok", "faulted" (see :meth:`recover`) or "closed"."""
+        self._control.look()
         return self._control.health
 
     @property
@@ -293,7 +308,7 @@ class TrainableModel:
         Raises:
             ConfigError: There is no such component.
         """
-        self._control.pin(components or (Component.PARAMS, Component.BUFFERS), on=True)
+        self._control.seat.pin(components or (Component.PARAMS, Component.BUFFERS), on=True)
 
     def unpin(self, *components: Component | str) -> None:
         """Undo :meth:`pin`; they leave at the next transition that wants them away.
@@ -304,7 +319,7 @@ class TrainableModel:
         Raises:
             ConfigError: There is no such component.
         """
-        self._control.pin(components or tuple(self._control.flags.pinned), on=False)
+        self._control.seat.pin(components or tuple(self._control.flags.pinned), on=False)
 
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
         """Call ``hook(module)`` whenever bytes leave the device, to free what no component owns.
@@ -317,11 +332,16 @@ class TrainableModel:
     def recover(self) -> None:
         """Leave the faulted state: from surviving host copies, or from the last checkpoint saved or loaded.
 
+        Where workers were lost, all of them are started anew. A healthy policy that a process which is gone has left in
+        a scope is taken from it, and goes to its resting mode; use it only where that process is known to be gone.
+
         Raises:
             FaultedError: There is nothing to restore from.
         """
         if self.health == "faulted":
             self._control.recover()
+        else:
+            self._control.take_over()
 
     def detach(self) -> None:
         """Give model and optimizer back whole, on the device where there is room and else on the CPU. Idempotent."""
@@ -368,41 +388,112 @@ class Policy(TrainableModel):
         """
         return Scope(self._control, self, Mode.REFIT, "refit_mode()", acquire_timeout=acquire_timeout)
 
+    @overload
     def generation_mode(
         self, engine: InProcessEngine | None = None, *, acquire_timeout: float | None = None
-    ) -> Scope[GenerationCalls]:
-        """A scope in which an engine of this policy samples.
+    ) -> Scope[GenerationCalls]: ...
+
+    @overload
+    def generation_mode(
+        self, engine: EngineHandle | GenerationEngine, *, acquire_timeout: float | None = None
+    ) -> Scope[EngineGenerationCalls]: ...
+
+    def generation_mode(
+        self,
+        engine: InProcessEngine | EngineHandle | GenerationEngine | None = None,
+        *,
+        acquire_timeout: float | None = None,
+    ) -> Scope[Any]:
+        """A scope in which an engine samples.
+
+        An in-process engine samples with the policy's own weights, on the device. For an external engine on the policy's device
+        the policy leaves, and the engine is awake. Beside an engine with devices of its own the policy stays as it is.
 
         Args:
-            engine: Which one; None means the only one.
+            engine: Which one: an in-process engine of this policy, or an engine of the session (its handle, or the engine
+                itself). None means the only one there is.
             acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
 
         Raises:
             UsageError: There is no engine, or several and none was named.
+            ConfigError: It is no engine of this policy or its session.
         """
-        engine = engine if engine is not None else self._only_engine("generation_mode()")
-        scope: Scope[GenerationCalls] = Scope(
+        chosen = self._choose_engine(engine, "generation_mode()")
+        if isinstance(chosen, EngineControl):
+            return generation_scope(self, self._control, chosen, acquire_timeout)
+        return Scope(
             self._control,
-            _Generating(self, engine),
+            _Generating(self, chosen),
             Mode.GENERATION,
             "generation_mode()",
             acquire_timeout=acquire_timeout,
-            engine=engine.name,
+            engine=chosen.name,
         )
-        return scope
+
+    def refit(
+        self,
+        engine: InProcessEngine | EngineHandle | GenerationEngine | None = None,
+        *,
+        bucket_nbytes: int | None = None,
+    ) -> int:
+        """Push the weights to an engine, in the order that bounds the peak of a shared device.
+
+        The policy goes to REFIT, the engine's weights wake, the buckets go over, the policy goes back, the KV cache wakes. The
+        engine is left awake: the next scope of it finds it so, and whoever needs the room puts it to sleep. In a scope of this
+        policy, or where it rests on the device, the engine goes back to what it was instead. If the engine has these very
+        weights already, nothing is sent. Either both sides get there, or both are back where they were.
+
+        Args:
+            engine: Which one, as in :meth:`generation_mode`. An in-process engine has the weights anyway.
+            bucket_nbytes: The most bytes in a bucket; by default what is free on the device, up to 1 GiB.
+
+        Returns:
+            The version of the weights that the engine has now; 0 for an in-process engine, which has no version.
+
+        Raises:
+            UsageError: There is no engine, or several and none was named; or it would discard the weights at once.
+            ConfigError: It is no engine of this policy or its session, or ``bucket_nbytes`` is not positive.
+            NestingError: A scope of this policy is open in which weights are not read.
+            EngineError: The engine failed.
+            DeviceMemoryError: There is no room.
+            FaultedError: The policy or the engine was faulted before.
+        """
+        if bucket_nbytes is not None and bucket_nbytes < 1:
+            raise ConfigError(f"refit(bucket_nbytes={bucket_nbytes})", (), "refit(engine, bucket_nbytes=2**28)")
+        chosen = self._choose_engine(engine, "refit()")
+        if not isinstance(chosen, EngineControl):
+            return 0
+        return refit(self._control, chosen, call_site(), bucket_nbytes=bucket_nbytes)
 
     def _check_can_rest(self, mode: Mode) -> None:
-        if mode is Mode.GENERATION:
-            self._only_engine("switch('generation')")
-
-    def _only_engine(self, attempted: str) -> InProcessEngine:
-        if len(self._engines) != 1:
+        if mode is not Mode.GENERATION:
+            return
+        if not isinstance(self._choose_engine(None, "switch('generation')"), InProcessEngine):
             raise UsageError(
-                f"{self._control.label}: {attempted} needs an engine",
-                (f"engines of this policy: {len(self._engines)}",),
-                "engine = rs.InProcessEngine(policy, max_new_tokens=64); with policy.generation_mode(engine): ...",
+                f"{self._control.label}: switch('generation') with an external engine, which is awake in scopes only",
+                self._control.explain()[1],
+                "with policy.generation_mode(engine): ...",
             )
-        return self._engines[0]
+
+    def _choose_engine(self, engine: object, attempted: str) -> InProcessEngine | EngineControl:
+        """The engine that is meant, or the only one."""
+        known: list[InProcessEngine | EngineControl] = [*self._engines, *self._control.run.engines]
+        if engine is None:
+            if len(known) != 1:
+                raise UsageError(
+                    f"{self._control.label}: {attempted} needs an engine",
+                    (f"engines of this policy and its session: {len(known)}",),
+                    "engine = rs.InProcessEngine(policy, max_new_tokens=64); with policy.generation_mode(engine): ...",
+                )
+            return known[0]
+        for one in known:
+            if engine is one or (isinstance(one, EngineControl) and (engine is one.engine or engine is one.handle)):
+                return one
+        raise ConfigError(
+            f"{self._control.label}: {attempted} with {engine!r}, which is no engine of this policy or its session",
+            (f"engines: {', '.join(repr(one.name) for one in known) or 'none'}",),
+            'engine = session.engine("vllm", rs.VLLMEngine(...)); with policy.generation_mode(engine): ...',
+        )
 
     def get_logprobs(self, batch: Batch, *, temperature: float | None = None, mbs: int | None = None) -> dict[str, Any]:
         """Log-probabilities of the batch's tokens.
@@ -488,24 +579,7 @@ class Policy(TrainableModel):
         with self._control.lock:
             self._control.ready("iter_weights()")
             self._control.check_mode("iter_weights")
-        return self._buckets(bucket_nbytes)
-
-    def _buckets(self, bucket_nbytes: int) -> Iterator[dict[str, Tensor]]:
-        names: list[str] = []
-        filled = 0
-        for name, nbytes in self._control.ask("weight_sizes").items():
-            if names and filled + nbytes > bucket_nbytes:
-                yield self._bucket(names)
-                names, filled = [], 0
-            names.append(name)
-            filled += nbytes
-        if names:
-            yield self._bucket(names)
-
-    def _bucket(self, names: list[str]) -> dict[str, Tensor]:
-        self._control.check_mode("iter_weights")
-        bucket: dict[str, Tensor] = self._control.ask("weights", names)
-        return bucket
+        return buckets_of(self._control, bucket_nbytes)
 
 
 class _Generating:

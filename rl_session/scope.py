@@ -48,6 +48,9 @@ class Scope(Generic[H_co]):
         RLSessionError: The transition failed and was rolled back; the outer mode stands.
     """
 
+    _owner = "policy"
+    """How examples in messages call what the scope belongs to."""
+
     def __init__(
         self,
         control: Control,
@@ -77,7 +80,7 @@ class Scope(Generic[H_co]):
     def __enter__(self) -> H_co:
         site = self._use_once()
         try:
-            self._token = self._control.acquire(self._spelling, site, self._timeout)
+            self._token = self._take(site, self._timeout)
             with self._control.lock, DeferredInterrupt():  # as Control.changing(), without its generator
                 frame = self._enter(site)
                 frame.undo = self._set_forwards(frame)
@@ -100,10 +103,14 @@ class Scope(Generic[H_co]):
             raise ScopeReuseError(
                 f"{self._control.label}: {self._spelling} entered a second time at {site}",
                 (f"this scope: {self!r}", *self._control.explain()[1]),
-                f"with policy.{self._spelling}: ...  # a new scope for every block",
+                f"with {self._owner}.{self._spelling}: ...  # a new scope for every block",
             )
         self._state = "entering"
         return site
+
+    def _take(self, site: str, timeout: float | None) -> Token:
+        """Become the owner of what the scope needs."""
+        return self._control.acquire(self._spelling, site, timeout)
 
     def _enter(self, site: str) -> Frame:
         self._frame = self._control.enter(self, self._mode, self._spelling, site, engine=self._engine)
@@ -137,10 +144,10 @@ class Scope(Generic[H_co]):
     def _set_forwards(self, frame: Frame) -> Callable[[], None] | None:
         """Set train or eval, and autograd, for the user's own forwards on this thread; returns how to undo it."""
         group = self._control.group
-        forwards = MODE_TABLE[self._mode].forwards
+        forwards = MODE_TABLE[frame.row].forwards
         if not isinstance(group, LocalGroup) or forwards not in ("train", "eval"):
             return None
-        modules = group.worker.forward_mode(self._mode, trusting_root=not frame.moved)
+        modules = group.worker.forward_mode(frame.row, trusting_root=not frame.moved)
         if modules is not None:
             modules.__enter__()
         thread, grad_was_on = threading.get_ident(), torch.is_grad_enabled()
@@ -178,7 +185,7 @@ class Scope(Generic[H_co]):
             if self._control.has_orphans:
                 await _shielded(self._control.close_orphans)
             try:
-                return self._control.acquire(self._spelling, site)
+                return self._take(site, None)
             except OwnershipError:
                 if time.monotonic() >= deadline:
                     raise

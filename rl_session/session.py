@@ -11,22 +11,33 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from structlog.typing import Processor
 from torch import Tensor, nn
 
 from rl_session.audit import AuditLog, events
-from rl_session.config import OffloadConfig, Verify, check_budget, check_choice
+from rl_session.config import OffloadConfig, Verify, check_budget, check_choice, check_seconds
+from rl_session.driver import consensus
 from rl_session.driver.control import Control
+from rl_session.driver.lease import LeaseClient
+from rl_session.driver.remote_device import RemoteDevice
 from rl_session.driver.run import Run, error_text
-from rl_session.errors import ClosedError, ConfigError, OptimizerError, RLSessionError, UnsupportedError
+from rl_session.engine_registry import EngineRegistry
+from rl_session.engines import EngineHandle
+from rl_session.errors import ClosedError, ConfigError, RLSessionError
+from rl_session.generation.in_process import InProcessEngine
+from rl_session.generation.protocol import GenerationEngine
 from rl_session.lifecycle import Mode, Release
 from rl_session.offload.device import Device, as_device
 from rl_session.offload.host_pool import HostPool
 from rl_session.policy import Policy, TrainableModel, ValueModel
+from rl_session.workers.checks import check_spec, device_of
 from rl_session.workers.group import LocalGroup
+from rl_session.workers.launch import LocalWorkers, Workers
+from rl_session.workers.plan import AuditTarget, RankPlan, build_spec, check_factories
+from rl_session.workers.replies import Description
 from rl_session.workers.worker import Worker, WorkerSpec
 
 __all__ = ["Session", "attach"]
@@ -45,6 +56,8 @@ class Session:
         host_budget: The most bytes of host memory all participants together may hold; None for no limit.
         release: When bytes leave the device: "eager" (default), "lazy" or "never".
         verify: "checksum" compares contents at every move; "off" by default.
+        timeout_seconds: How long to wait for somebody else: an engine with requests in flight, or workers in other processes
+            that say nothing else themselves; a rank past it is killed, and the policy is faulted.
         audit_processors: structlog processors that each record passes through; ``rl_session.audit.forward`` makes some that hand
             it on to a structlog logger, to standard logging or to any callable.
         audit_rotate_nbytes: Begin a new part of the log when it has this many bytes; readers find the parts.
@@ -62,6 +75,7 @@ class Session:
         host_budget: int | None = None,
         release: Release | None = None,
         verify: Verify | None = None,
+        timeout_seconds: float = 600.0,
         audit_processors: Sequence[Processor] = (),
         audit_rotate_nbytes: int | None = None,
     ) -> None:
@@ -71,6 +85,10 @@ class Session:
             check_choice("Session", "verify", verify, ("off", "checksum"))
         check_budget("Session", "device_budget", device_budget)
         check_budget("Session", "host_budget", host_budget)
+        check_seconds("Session", "timeout_seconds", timeout_seconds)
+        self._rotate_nbytes = audit_rotate_nbytes
+        self._has_ranks = False
+        self._sites: dict[int, tuple[object, RemoteDevice]] = {}
         self._is_implicit = False
         self._opened_at = time.perf_counter()
         self._closed = False
@@ -78,7 +96,15 @@ class Session:
         self._devices: dict[str, Device] = {}
         log = AuditLog(audit_path, processors=audit_processors, rotate_nbytes=audit_rotate_nbytes)
         pool = HostPool(host_budget, self._warn)
-        self._run = Run(log, pool, release=release or "eager", verify=verify or "off", device_budget=device_budget)
+        self._run = Run(
+            log,
+            pool,
+            release=release or "eager",
+            verify=verify or "off",
+            device_budget=device_budget,
+            timeout_seconds=timeout_seconds,
+        )
+        self._engines = EngineRegistry(self._run, lambda device: self._device(device, torch.device("cpu")))
         log.write(
             events.SessionOpened(
                 device_budget=device_budget,
@@ -118,6 +144,119 @@ class Session:
         spec = _spec(locals())
         return self._add(Policy, spec, name, device, base, offload or OffloadConfig())
 
+    def policy(
+        self,
+        name: str = "policy",
+        *,
+        model: Callable[[], nn.Module],
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        workers: Workers | LocalWorkers | None = None,
+        device: Device | torch.device | str | None = None,
+        base: Literal["offloaded", "resident"] = "offloaded",
+        scheduler: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        reference: Callable[[], nn.Module] | Literal["copy", "adapter-off"] | None = None,
+        masters: Callable[..., Any] | None = None,
+        forward_fn: Callable[..., Any] | None = None,
+        temperature: float = 1.0,
+        offload: OffloadConfig | None = None,
+    ) -> Policy:
+        """Make a policy whose model is built by factories, where its workers are; it ends with the policy.
+
+        Args:
+            name: In messages and in the log.
+            model: ``model() -> module``. Every worker builds its own, after the same seed.
+            optimizer: ``optimizer(parameters) -> optimizer``; when its first argument is called ``model`` or ``module``, it is
+                given the module. None for a model that only infers.
+            workers: Where the ranks live: :class:`LocalWorkers` (default) or :class:`RayWorkers`.
+            device: As for :func:`attach`; an emulated device is made anew on every rank, with the same capacity.
+            base: Where the policy rests outside scopes.
+            scheduler: ``scheduler(optimizer) -> scheduler``.
+            max_grad_norm: As for :func:`attach`.
+            reference: None, "copy", "adapter-off", or ``reference() -> module``.
+            masters: ``masters(model, optimizer) -> {parameter: master}``.
+            forward_fn: As for :func:`attach`.
+            temperature: As for :func:`attach`.
+            offload: How bytes move.
+
+        Raises:
+            ConfigError: Something that is no factory was given for one, or an option is wrong.
+            WorkerError: The workers could not be started.
+            RLSessionError: What building the model raised; see :func:`attach`.
+        """
+        return self._make(Policy, _factories(locals()), workers)
+
+    def value_model(
+        self,
+        name: str = "value",
+        *,
+        model: Callable[[], nn.Module],
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        workers: Workers | LocalWorkers | None = None,
+        device: Device | torch.device | str | None = None,
+        base: Literal["offloaded", "resident"] = "offloaded",
+        scheduler: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        masters: Callable[..., Any] | None = None,
+        forward_fn: Callable[..., Any] | None = None,
+        offload: OffloadConfig | None = None,
+    ) -> ValueModel:
+        """As :meth:`policy`, for a critic: ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``."""
+        return self._make(ValueModel, _factories(locals()), workers)
+
+    def _make(self, kind: type[M], told: dict[str, Any], workers: Workers | LocalWorkers | None) -> M:
+        name, base, config = told.pop("name"), told.pop("base"), told.pop("offload") or OffloadConfig()
+        label = f"{kind._kind} {name!r}"  # noqa: SLF001 (the class says how messages call it)
+        self._check_new(label, name, base)
+        verify = (config.verify or self._run.verify) == "checksum"
+        flags = config.flags(release=self._run.release)
+        plan = RankPlan(label=label, config=config, flags=flags, verify=verify, **told)
+        check_factories(plan)
+        if workers is None or isinstance(workers, LocalWorkers):
+            spec = build_spec(plan)
+            return self._add(kind, spec, name, plan.device, base, config, is_built=True)
+        plan.parallelize = workers.parallelize
+        plan.seed = torch.initial_seed() % 2**63
+        plan.audit = self._audit_target(name)
+        group, replies = workers.start(plan, self._run.timeout_seconds)
+        try:
+            first = consensus.merge_starts(label, replies)
+            where = self._remote_device(workers.site(), first)
+            where.hold(name, first.device_bytes)
+            resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
+            lease = LeaseClient(group, "driver")
+            control = Control(
+                name,
+                kind._kind,  # noqa: SLF001
+                group,
+                self._run,
+                flags,
+                first,
+                resting,
+                where,
+                is_built=True,
+                lease=lease,
+            )
+        except BaseException:
+            group.close()
+            raise
+        return self._admit(kind, control, where)
+
+    def _audit_target(self, name: str) -> AuditTarget | None:
+        """Where the ranks of a policy write; the first one's are ``rank:K``, those of others say whose they are."""
+        log = self._run.log
+        if log.path is None:
+            return None
+        shares, self._has_ranks = self._has_ranks, True
+        return AuditTarget(str(log.path), log.run_id, name, shares, self._rotate_nbytes)
+
+    def _remote_device(self, site: object, found: Description) -> RemoteDevice:
+        """The device of ranks elsewhere: one for all policies whose ranks share GPUs."""
+        known = self._sites.get(id(site))
+        if known is None:  # the site is kept, so that its id stays its own
+            known = self._sites[id(site)] = site, RemoteDevice(found.device_capacity, found.device_free)
+        return known[1]
+
     def attach_value(
         self,
         model: nn.Module,
@@ -147,20 +286,15 @@ class Session:
         device: Device | torch.device | str | None,
         base: str,
         config: OffloadConfig,
+        *,
+        is_built: bool = False,
     ) -> M:
         label = f"{kind._kind} {name!r}"  # noqa: SLF001 (the class says how messages call it)
-        self._check_open(f"attach {label}")
-        check_choice("attach", "base", base, ("offloaded", "resident"))
-        if any(participant.name == name for participant in self._participants):
-            raise ConfigError(f"{label}: the name is taken in this session", (), f'attach(..., name="{name}2")')
-        _check_model(spec.model, spec.optimizer, label)
-        _check_optimizer(spec, label)
-        _check_scheduler(spec.scheduler, label)
-        _check_options(spec, label)
-        _check_cpu_offload(spec.model, config, label)
+        self._check_new(label, name, base)
+        check_spec(spec, config, label)
         spec.label, spec.pin = label, config.pin
         spec.verify = (config.verify or self._run.verify) == "checksum"
-        where = self._device(device, _device_of(spec.model, label))
+        where = self._device(device, device_of(spec.model, label))
         control: Control | None = None
 
         def explain() -> tuple[str, tuple[str, ...]]:
@@ -172,9 +306,19 @@ class Session:
         worker.set_flags(flags)
         first = worker.start()
         resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
-        control = Control(name, kind._kind, LocalGroup(worker), self._run, flags, first, resting, where)  # noqa: SLF001
+        group = LocalGroup(worker, is_built=is_built)
+        control = Control(name, kind._kind, group, self._run, flags, first, resting, where, is_built=is_built)  # noqa: SLF001
+        return self._admit(kind, control, where)
+
+    def _check_new(self, label: str, name: str, base: str) -> None:
+        self._check_open(f"attach {label}")
+        check_choice("attach", "base", base, ("offloaded", "resident"))
+        if any(participant.name == name for participant in self._participants):
+            raise ConfigError(f"{label}: the name is taken in this session", (), f'attach(..., name="{name}2")')
+
+    def _admit(self, kind: type[M], control: Control, where: Device) -> M:
         participant = kind(control, where, self._forget)
-        self._run.arbiter.join(control)
+        self._run.arbiter.join(control.seat)
         self._participants.append(participant)
         return participant
 
@@ -188,13 +332,82 @@ class Session:
     def _forget(self, participant: TrainableModel) -> None:
         if participant in self._participants:
             self._participants.remove(participant)
-            self._run.arbiter.part(participant._control)  # noqa: SLF001 (the session made it)
+            self._run.arbiter.part(participant._control.seat)  # noqa: SLF001 (the session made it)
+            participant.device.hold(participant.name, 0)
         if self._is_implicit and not self._participants:
             self.close()
 
     def _check_open(self, attempted: str) -> None:
         if self._closed:
             raise ClosedError(f"session: {attempted} after close()", (), "with rs.Session(...) as session: ...")
+
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    @overload
+    def engine(self, name: str) -> Any: ...
+
+    @overload
+    def engine(self, name: str, engine: InProcessEngine) -> InProcessEngine: ...
+
+    @overload
+    def engine(
+        self,
+        name: str,
+        engine: GenerationEngine,
+        *,
+        device: Device | torch.device | str | None = ...,
+        release: Release | None = ...,
+        sleep_level: int = ...,
+        bytes_needed: Mapping[str, int] | None = ...,
+        drain_timeout_seconds: float | None = ...,
+        on_busy: Literal["drain", "refuse"] = ...,
+    ) -> EngineHandle: ...
+
+    def engine(
+        self,
+        name: str,
+        engine: GenerationEngine | InProcessEngine | None = None,
+        *,
+        device: Device | torch.device | str | None = None,
+        release: Release | None = None,
+        sleep_level: int = 1,
+        bytes_needed: Mapping[str, int] | None = None,
+        drain_timeout_seconds: float | None = None,
+        on_busy: Literal["drain", "refuse"] = "drain",
+    ) -> EngineHandle | InProcessEngine:
+        """Take a generation engine into the session, or give back the one of that name.
+
+        Args:
+            name: In messages and in the log.
+            engine: Anything with the methods of :class:`GenerationEngine`; an in-process engine is given back as it is. None
+                for the one that was taken in by that name.
+            device: The device it shares with participants. None: the engine's own ``device``, if it has that attribute;
+                without either it has devices of its own, which nobody has to make room on.
+            release: "eager" puts it to sleep when its scope ends, "lazy" when the room is needed, "never" at no time. None
+                inherits from the session; an engine with devices of its own is "never" put to sleep.
+            sleep_level: 1 keeps the weights on the host while it sleeps; 2 discards them, and a refit must follow.
+            bytes_needed: Bytes of device memory of each tag, instead of asking the engine.
+            drain_timeout_seconds: How long a sleep waits for requests in flight; ``timeout_seconds`` by default.
+            on_busy: Whether it waits at all ("drain"), or fails at once ("refuse").
+
+        Raises:
+            ConfigError: The name is taken or unknown, a value is not one of its choices, or the object is no engine.
+            EngineError: It cannot say how many bytes it takes.
+            ClosedError: The session was closed.
+        """
+        self._check_open(f"engine({name!r})")
+        if engine is None:
+            return self._engines.get(name)
+        return self._engines.take_in(
+            name,
+            engine,
+            device=device,
+            release=release,
+            sleep_level=sleep_level,
+            sizes=bytes_needed,
+            drain_timeout_seconds=drain_timeout_seconds,
+            on_busy=on_busy,
+        )
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -229,19 +442,20 @@ class Session:
         """
         self._check_open(f"make_room({nbytes})")
         check_budget("make_room", "nbytes", nbytes)
-        devices = (
-            [device] if device is not None else list({id(p.device): p.device for p in self._participants}.values())
-        )
-        for each in devices:
+        for each in [device] if device is not None else self._all_devices():
             self._run.arbiter.make_room(each, nbytes)
+
+    def _all_devices(self) -> list[Device]:
+        found = [p.device for p in self._participants] + [e.device for e in self._run.engines]
+        return list({id(device): device for device in found if device is not None}.values())
 
     def memory(self) -> dict[str, Any]:
         """Who holds what, where.
 
         Returns:
             ``participants``: name to what :meth:`Policy.memory` gives, and ``releasable``: component to bytes that may be
-            evicted; ``devices``: a list of ``budget`` (None: no limit) and ``in_use``; ``host_in_use`` and
-            ``host_held`` of the shared pool.
+            evicted; ``engines``: name to what :meth:`EngineHandle.memory` gives; ``devices``: a list of ``budget`` (None: no
+            limit) and ``in_use``, awake engines included; ``host_in_use`` and ``host_held`` of the shared pool.
 
         Raises:
             ClosedError: The session was closed.
@@ -249,24 +463,22 @@ class Session:
         self._check_open("memory()")
         participants = {}
         for participant in self._participants:
-            held = participant._control.holdings()  # noqa: SLF001
+            held = participant._control.seat.holdings()  # noqa: SLF001
             releasable = {h.component: h.nbytes for h in held if h.releasable}
             participants[participant.name] = {**participant.memory(), "releasable": releasable}
         return {
             "participants": participants,
-            "devices": [
-                {"device": repr(device), **self._run.arbiter.usage(device)}
-                for device in {id(p.device): p.device for p in self._participants}.values()
-            ],
+            "engines": {handle.name: handle.memory() for handle in self._engines.handles},
+            "devices": [{"device": repr(device), **self._run.arbiter.usage(device)} for device in self._all_devices()],
             "host_in_use": self._run.pool.in_use_bytes,
             "host_held": self._run.pool.held_bytes,
         }
 
     def close(self) -> None:
-        """Close every participant, last attached first, and the log. Goes on after an error and raises the first.
+        """Close every engine, then every participant, last come first, and the log. Goes on after an error and raises the first.
 
         Raises:
-            RLSessionError: A participant could not be closed; the others are.
+            RLSessionError: An engine or a participant could not be closed; the others are.
         """
         self._close(None)
 
@@ -275,9 +487,11 @@ class Session:
             return
         self._closed = True
         failures: list[RLSessionError] = []
-        for participant in reversed(list(self._participants)):
+        # Engines first: asleep they leave room for models that are given back on the device.
+        closing: list[EngineHandle | TrainableModel] = [*reversed(self._engines.handles), *reversed(self._participants)]
+        for closable in closing:
             try:
-                participant.close()
+                closable.close()
             except RLSessionError as error:
                 failures.append(error)
         self._run.pool.trim()
@@ -379,6 +593,11 @@ def _spec(arguments: dict[str, Any]) -> WorkerSpec:
     )
 
 
+def _factories(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the user said of a model to be built, by name."""
+    return {key: value for key, value in arguments.items() if key not in ("self", "workers")}
+
+
 def _versions() -> dict[str, str]:
     found: dict[str, str] = {"torch": str(torch.__version__)}
     try:
@@ -386,127 +605,3 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:
         found["rl-session"] = "unknown"
     return found
-
-
-def _check_model(model: object, optimizer: object, label: str) -> None:
-    if type(model).__module__.startswith("deepspeed"):
-        raise UnsupportedError(
-            f"{label}: a DeepSpeed engine owns the placement of its tensors",
-            (),
-            "attach the plain module and a torch optimizer, or leave offloading to DeepSpeed",
-        )
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError(
-            f"{label}: {type(model).__name__} is not a torch module", (), "attach(module, optimizer)"
-        )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedError(
-            f"{label}: {type(optimizer).__name__} is not a torch optimizer",
-            (),
-            "attach(module, optimizer) with a torch.optim.Optimizer (of a wrapper, the optimizer inside)",
-        )
-
-
-def _device_of(model: nn.Module, label: str) -> torch.device:
-    devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
-    if len(devices) > 1:
-        raise UnsupportedError(
-            f"{label}: one module over several devices",
-            (f"devices: {', '.join(sorted(devices))}",),
-            "put it on one device, or shard it over workers",
-        )
-    return torch.device(devices.pop()) if devices else torch.device("cpu")
-
-
-def _check_optimizer(spec: WorkerSpec, label: str) -> None:
-    """An optimizer that shares no parameter with the module steps something else, unless it is told what.
-
-    Raises:
-        OptimizerError: It does.
-    """
-    if spec.optimizer is None:
-        if spec.masters:
-            raise OptimizerError(
-                f"{label}: masters= without an optimizer that steps them",
-                (f"pairs: {len(spec.masters)}",),
-                "attach(model, optimizer, masters={parameter: master, ...})",
-            )
-        return
-    own = {id(p) for p in spec.model.parameters()}
-    stepped = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
-    for parameter, master in spec.masters:
-        if id(parameter) not in own or id(master) not in stepped:
-            raise OptimizerError(
-                f"{label}: masters= names a pair that is not one",
-                (f"parameter of the model: {id(parameter) in own}, master in the optimizer: {id(master) in stepped}",),
-                "attach(model, optimizer, masters={parameter: master, ...})",
-            )
-    if not own & stepped and not spec.masters:
-        raise OptimizerError(
-            f"{label}: the optimizer shares no parameter with the model",
-            (f"parameters of the model: {len(own)}, of the optimizer: {len(stepped)}",),
-            "build it over model.parameters(), or map its fp32 copies with masters={parameter: master}",
-        )
-
-
-def _check_scheduler(scheduler: object, label: str) -> None:
-    """A scheduler is stepped without arguments, after weights have changed: one that needs them is refused before.
-
-    Raises:
-        UnsupportedError: It has no ``step()``, or needs a metric.
-    """
-    if scheduler is None:
-        return
-    if not callable(getattr(scheduler, "step", None)) or isinstance(
-        scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
-    ):
-        raise UnsupportedError(
-            f"{label}: {type(scheduler).__name__} cannot be stepped without a metric",
-            ("train() and commit() call scheduler.step()",),
-            "attach without scheduler=, and call scheduler.step(metric) in the loop",
-        )
-
-
-def _check_options(spec: WorkerSpec, label: str) -> None:
-    """A norm that is not positive would turn gradients round or to zero without a word.
-
-    Raises:
-        ConfigError: ``max_grad_norm`` is no positive number, or ``forward_fn`` cannot be called.
-    """
-    norm: object = spec.max_grad_norm
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
-        raise ConfigError(
-            f"{label}: max_grad_norm={norm!r} is no positive number",
-            ("gradients are clipped to that norm",),
-            "attach(..., max_grad_norm=1.0), or None for no clipping",
-        )
-    if spec.forward_fn is not None and not callable(spec.forward_fn):
-        raise ConfigError(
-            f"{label}: forward_fn={spec.forward_fn!r} cannot be called",
-            (),
-            "attach(..., forward_fn=lambda model, batch: model(batch['input_ids']).logits)",
-        )
-
-
-def _check_cpu_offload(model: nn.Module, config: OffloadConfig, label: str) -> None:
-    """FSDP's own CPU offload and ``OffloadConfig(cpu_offload=True)`` must agree: a parameter has one owner.
-
-    Raises:
-        ConfigError: They disagree.
-    """
-    owned = any(_has_cpu_offload_policy(module) for module in model.modules())
-    if owned != config.cpu_offload:
-        has = "has" if owned else "has not"
-        raise ConfigError(
-            f"{label}: OffloadConfig(cpu_offload={config.cpu_offload}), but the model {has} FSDP's CPUOffloadPolicy",
-            (),
-            f"OffloadConfig(cpu_offload={owned})",
-        )
-
-
-def _has_cpu_offload_policy(module: nn.Module) -> bool:
-    get_state = getattr(module, "_get_fsdp_state", None)
-    if get_state is None:
-        return False
-    group = getattr(get_state(), "_fsdp_param_group", None)
-    return group is not None and type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy"

@@ -32,4 +32,6 @@ def _every_log_is_consistent(request: pytest.FixtureRequest) -> Iterator[None]:
     if folder is None or "audit" in request.path.parts:
         return
     for path in sorted(folder.glob("*.jsonl")):
+        if ":" in path.name:  # a rank's, or another process's: read with the driver's
+            continue
         assert_log_is_consistent(path, finished=False)

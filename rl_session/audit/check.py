@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from rl_session.audit.events import EVENTS, SCHEMA
+from rl_session.audit.naming import rank_of
 from rl_session.audit.reader import AuditReader, Cursor
 from rl_session.audit.replay import LogSource, PolicyState, Replay, as_reader
 from rl_session.audit.schema import field_kinds
@@ -164,7 +165,7 @@ class _Source:
     mono_ns: int = 0
     session: _Dict | None = None
     closed: _Dict | None = None
-    engines: dict[tuple[str, int | None], _Dict] = attrs.field(factory=dict)
+    engines: dict[tuple[str, str | None], _Dict] = attrs.field(factory=dict)
 
 
 @attrs.define
@@ -211,7 +212,11 @@ class _Checker:
         self._device_budget: int | None = None
         self._host_budget: int | None = None
         self._ranks: dict[str, int] = {}
-        self._lost: set[str] = set()
+        self._lost: set[tuple[str | None, int]] = set()
+        # Policies whose ranks were asked to move: only then have they something to say.
+        self._asked: set[str | None] = set()
+        # Ranks of which there is a record, by policy.
+        self._heard: set[tuple[str | None, int | None]] = set()
         self._record: _Dict = {}
         self._cursor: Cursor | None = None
         self._is_later = False
@@ -252,6 +257,9 @@ class _Checker:
                 self._check_clocks(record, source)
             source.time_ns, source.mono_ns = record["time_ns"], record["mono_ns"]
             event = record["event"]
+            if name[0] == "r" and record["policy"] is not None:
+                self._heard.add((record["policy"], rank_of(name)))
+                self._asked.add(record["policy"])
             if not self._fits(event, record):
                 continue
             rule = rules.get(event)
@@ -354,6 +362,7 @@ class _Checker:
             self._say("nesting", f"a {record['mode']} scope inside a {scopes[-1].mode} scope")
 
     def _transition_started(self, record: _Dict) -> None:
+        self._asked.add(record["policy"])
         key = (record["policy"], record["transition_id"])
         if key not in self._moves:  # a rank's clock may be ahead
             self._moves[key] = _Moves()
@@ -390,7 +399,7 @@ class _Checker:
             self._late[key].add(record)
             if not self._late[key].differences():
                 del self._late[key]
-        elif record["source"].startswith("rank:") and record["transition_id"] is not None:
+        elif rank_of(record["source"]) is not None and record["transition_id"] is not None:
             self._moves[key] = _Moves()
             self._moves[key].add(record)
         elif record["transition_id"] is not None or record["from_tier"] != "none":
@@ -406,13 +415,13 @@ class _Checker:
             self._say("call_mode", f"train() in {mode} made or freed bytes, where it may only evaluate")
 
     def _worker_lost(self, record: _Dict) -> None:
-        self._lost.add(f"rank:{record['rank']}")
+        self._lost.add((record["policy"], record["rank"]))
 
     def _engine_woken(self, record: _Dict) -> None:
-        self._sources[record["source"]].engines[record["engine"], record["scope_id"]] = record
+        self._sources[record["source"]].engines[record["engine"], record["policy"]] = record
 
     def _engine_slept(self, record: _Dict) -> None:
-        self._sources[record["source"]].engines.pop((record["engine"], record["scope_id"]), None)
+        self._sources[record["source"]].engines.pop((record["engine"], record["policy"]), None)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -455,16 +464,21 @@ class _Checker:
     def _left_open(self) -> list[Unfinished]:
         """What has no end. A session that was closed by an error counts as ended; its policies may not have."""
         left = [_left("session", "session", s.session) for s in self._sources.values() if s.session and not s.closed]
-        left += [_left("engine", name, woken) for s in self._sources.values() for (name, _), woken in s.engines.items()]
+        left += [
+            _left("engine", name, woken)
+            for source in self._sources.values()
+            for (name, policy), woken in source.engines.items()
+            if policy is not None or not source.closed  # an engine of no policy outlives the session: it may stay awake
+        ]
         for state in self._replay.state.policies.values():
             if state.health != "closed":
                 left += _of_policy(state)
         left += [
             Unfinished(kind="source", name=f"rank:{rank}", policy=policy)
             for policy, num_ranks in self._ranks.items()
-            if num_ranks > 1
+            if num_ranks > 1 and policy in self._asked
             for rank in range(num_ranks)
-            if f"rank:{rank}" not in self._sources and f"rank:{rank}" not in self._lost
+            if (policy, rank) not in self._heard and (policy, rank) not in self._lost
         ]
         return left
 

@@ -452,13 +452,18 @@ class WeightsPublished(Event):
     """An engine holds the policy's weights of this version.
 
     Attributes:
-        version: Counts publications, from 1.
+        version: Counts the pushes to this engine, from 1.
         nbytes: Bytes sent.
+        engine: Its name in the session; None where the writer did not say.
+        skipped: True where the engine held these bytes already: nothing was sent, and the version stands. None or False
+            where they were sent.
     """
 
     event: ClassVar[str] = "weights.published"
     version: int
     nbytes: int
+    engine: str | None = None
+    skipped: bool | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -468,11 +473,13 @@ class EngineWoken(Event):
     Attributes:
         engine: Its name in the session.
         tags: Which parts woke (``"weights"``, ``"kv_cache"``); empty for all.
+        nbytes: Bytes of device memory that they take, as the engine declares; None where it shares the policy's.
     """
 
     event: ClassVar[str] = "engine.woken"
     engine: str
     tags: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    nbytes: int | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -482,11 +489,13 @@ class EngineSlept(Event):
     Attributes:
         engine: Its name in the session.
         level: The engine's own sleep level.
+        reason: Why, in words; None where the writer did not say.
     """
 
     event: ClassVar[str] = "engine.slept"
     engine: str
     level: int = 1
+    reason: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -543,7 +552,7 @@ class RankReported(Event):
     """What one rank made of a transition. Which rank is the line's ``source`` (``rank:K``).
 
     Attributes:
-        outcome: ``"ok"`` or ``"failed"``.
+        outcome: ``"ok"``, ``"failed"``, or ``"undone"``: it was put back, because another rank failed.
         placement: Component to tier, as achieved.
         error: What failed on it, or None.
     """

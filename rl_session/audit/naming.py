@@ -3,6 +3,8 @@
     run.jsonl                  the driver's, being written
     run.jsonl.part-1, .part-2  what it held before, when a log is rotated by size; oldest first
     run.rank:0.jsonl           another source's
+    run.rank:0@critic.jsonl    a rank of another policy of the run
+    run.rank:0+1.jsonl         a rank that was started anew after it was lost
     run.jsonl.bak-1            an older run of that name, and its parts: run.jsonl.bak-1.part-1
 
 Knows names only; it neither reads nor writes a log.
@@ -13,10 +15,12 @@ from __future__ import annotations
 import glob
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import quote
 
 _SUFFIX = ".jsonl"
+_RANK = re.compile(r"rank:(0|[1-9][0-9]*)(?:@.*?)?(?:\+[1-9][0-9]*)?$")
 _PART = re.compile(r"\.part-([1-9][0-9]*)$")
 
 
@@ -30,6 +34,25 @@ def sibling_path(path: str | os.PathLike[str], source: str) -> Path:
     path = Path(path)
     stem = path.name.removesuffix(_SUFFIX)
     return path.with_name(f"{stem}.{quote(source, safe=':@+=, ', errors='surrogateescape')}{_SUFFIX}")
+
+
+def rank_source(rank: int, *, policy: str = "", restarts: int = 0) -> str:
+    """Return the source of a rank's records: ``rank:0``, ``rank:0@critic``, ``rank:0+1``.
+
+    Args:
+        rank: Its number.
+        policy: Whose, where another policy of the run has ranks too.
+        restarts: How often it was started anew. A worker that was killed leaves a file of its own: nobody knows how far
+            its numbers went.
+    """
+    return f"rank:{rank}{f'@{policy}' if policy else ''}{f'+{restarts}' if restarts else ''}"
+
+
+@lru_cache(maxsize=4096)
+def rank_of(source: str) -> int | None:
+    """Return the number of the rank that a source is, or None where it is something else."""
+    match = _RANK.match(source)
+    return int(match[1]) if match else None
 
 
 def find_siblings(path: Path) -> list[Path]:

@@ -93,6 +93,7 @@ class _Policy:
     __slots__ = (
         "components",
         "health",
+        "holder",
         "is_certain",
         "mode",
         "name",
@@ -106,6 +107,7 @@ class _Policy:
         "snapshot",
         "transition",
         "unsure",
+        "versions",
         "way_out",
         "weights_version",
     )
@@ -113,6 +115,8 @@ class _Policy:
     def __init__(self, name: str, mode: str, components: dict[str, dict[str, int]], origin: tuple[str, int]) -> None:
         self.name = name
         self.origin = origin
+        # Who made the last transition: only that process knows the mode without asking.
+        self.holder = origin[0]
         self.health = "ok"
         self.mode = mode
         # Where outermost exits go. Unknown until one does, or a switch says so.
@@ -127,6 +131,7 @@ class _Policy:
         self.way_out: tuple[tuple[str, int | None], str] | None = None
         self.open_step: OpenStep | None = None
         self.weights_version: int | None = None
+        self.versions: dict[str | None, int] = {}
         self.reference_in = False
         self.open_call: OpenCall | None = None
         self.snapshot: PolicyState | None = None
@@ -259,6 +264,10 @@ class Replay:
 
     def _recovered(self, policy: _Policy, record: _Dict) -> None:
         policy.health, policy.open_step, policy.reference_in = "ok", None, False
+        # What another process had open has ended with its hold on the policy: it is gone.
+        policy.scopes = [scope for scope in policy.scopes if scope.source == record["source"]]
+        if policy.transition is not None and policy.transition.source != record["source"]:
+            policy.transition = None
         placement, nbytes = record.get("placement"), record.get("nbytes")
         if placement is not None and nbytes is not None:
             policy.components = _components(placement, nbytes)
@@ -336,6 +345,7 @@ class Replay:
         if from_mode != policy.mode:
             self._say("from_mode", f"transition {number}: from_mode {from_mode!r}, but {policy.mode!r} is in effect")
             policy.mode = from_mode
+        policy.holder = record["source"]
         policy.transition = OpenTransition(
             number,
             from_mode,
@@ -418,7 +428,8 @@ class Replay:
 
     def _called(self, policy: _Policy, record: _Dict) -> None:
         policy.open_call = None
-        if record["mode"] != policy.mode:
+        # A call of another process was legal when it was made; its record may come after the next transition.
+        if record["mode"] != policy.mode and record["source"] == policy.holder:
             self._say("mode", f"{record['method']}() in {record['mode']!r}, but {policy.mode!r} is in effect")
         _change(policy, record["changed"])
 
@@ -460,10 +471,11 @@ class Replay:
         policy.open_call = OpenCall("load_checkpoint", record["source"], record["seq"], record["time_ns"])
 
     def _published(self, policy: _Policy, record: _Dict) -> None:
-        version = record["version"]
-        if policy.weights_version is not None and version <= policy.weights_version:
-            self._say("weights_version", f"policy {policy.name!r}: version {version} after {policy.weights_version}")
-        policy.weights_version = version
+        version, engine = record["version"], record.get("engine")
+        before = policy.versions.get(engine)  # each engine counts its own
+        if before is not None and (version < before if record.get("skipped") else version <= before):
+            self._say("weights_version", f"policy {policy.name!r}: version {version} after {before}")
+        policy.versions[engine] = policy.weights_version = version
 
 
 def _nothing(_code: str, _message: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rl_session.audit.naming import rank_of
 from rl_session.audit.nodes import Clock, Move, Node, NodeBuilder, own_fields
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Filters:
         """Whether a record passes; ``at`` is its time in seconds since the first record."""
         return (
             self._has_policy(record.get("policy"))
-            and (self.rank is None or record["source"] == f"rank:{self.rank}")
+            and (self.rank is None or rank_of(record["source"]) == self.rank)
             and self._has_step(record.get("step"))
             and (not self.events or self._has_event(record["event"]))
             and not self._is_before(record["time_ns"], at)
@@ -65,7 +66,7 @@ class Filters:
         end_ns = start_ns + int(end * 1e9) if node.end is not None else 2**63
         return (
             self._has_policy(node.policy)
-            and (self.rank is None or node.source == f"rank:{self.rank}")
+            and (self.rank is None or rank_of(node.source) == self.rank)
             and self._has_step(node.step)
             and (not self.events or any(map(self._has_event, names)))
             and not self._is_before(end_ns, end)
@@ -75,7 +76,7 @@ class Filters:
     def takes_move(self, move: Move) -> bool:
         """Whether a move is asked for by name: by its rank, or by its event."""
         if self.rank is not None:
-            return move.source == f"rank:{self.rank}" and (not self.events or self._has_event("component.moved"))
+            return rank_of(move.source) == self.rank and (not self.events or self._has_event("component.moved"))
         return bool(self.events) and self._has_event("component.moved")
 
     @property

@@ -106,6 +106,10 @@ class SpanBuilder:
         if opening is not None:
             kind, key, name = opening
             left = self._open.pop(_key(kind, key, record), None)
+            if left is not None and kind == "engine":  # another part of it woke: it is the same time awake
+                tags = [*(left.record.get("tags") or ()), *(record.get("tags") or ())]
+                self._open[_key(kind, key, record)] = attrs.evolve(left, record={**left.record, "tags": tags})
+                return found
             if left is not None:
                 found.append(self._close(left, None, self._now[source]))
             self._open[_key(kind, key, record)] = _Open(kind, _name(name, record), now, record)
@@ -216,7 +220,7 @@ _OPENINGS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "scope.entered": ("scope", ("scope_id",), "mode"),
     "transition.started": ("transition", ("transition_id",), "transition"),
     "step.opened": ("step", ("policy",), "train step"),
-    "engine.woken": ("engine", ("engine", "scope_id"), "engine"),
+    "engine.woken": ("engine", ("engine", "policy"), "engine"),
 }
 _CLOSINGS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "session.closed": ("session", ()),
@@ -227,5 +231,5 @@ _CLOSINGS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "transition.failed": ("transition", ("transition_id",)),
     "step.committed": ("step", ("policy",)),
     "step.aborted": ("step", ("policy",)),
-    "engine.slept": ("engine", ("engine", "scope_id")),
+    "engine.slept": ("engine", ("engine", "policy")),
 }

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
+from rl_session.audit.awake import AwakePeriods, Period
+from rl_session.audit.naming import rank_of
 from rl_session.audit.nodes import Node, NodeBuilder, own_fields, real, whole, words
 from rl_session.audit.replay import Replay
 
@@ -183,7 +185,7 @@ class _Builder:
         self._facts: dict[str, Any] = {}
         self._num_records = 0
         self._sources: dict[str, int] = {}
-        self._pending: list[Node] = []
+        self._awake = AwakePeriods()
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -198,6 +200,8 @@ class _Builder:
         self._note_session(record)
         self._replay.feed(record)
         at = _micros(self._nodes.clock.seconds(record))
+        if (period := self._awake.feed(record)) is not None:
+            self._add_engine(period, at)
         # A driver's moves are written when all of them are done, just before the end of their transition.
         if record.get("policy") and (record["event"] != "component.moved" or record["source"] != "driver"):
             lane = self._lane(record["policy"])
@@ -219,6 +223,8 @@ class _Builder:
         """Return the data of the page."""
         for node in self._nodes.finish():
             self._add_tree(node)
+        for period in self._awake.finish():
+            self._add_awake(period, _micros(self._nodes.now), _UNFINISHED)
         return {
             **self._facts,
             "start_ms": (self._nodes.clock.start_ns or 0) // 1_000_000,
@@ -275,12 +281,39 @@ class _Builder:
             )
         )
 
+    def _add_engine(self, period: Period, at: int) -> None:
+        """An engine has a lane of its own: when it was awake, and with how many bytes."""
+        memory = self._lane(f"engine {period.engine}").memory
+        if period.end is None:
+            memory.add(at, {woken: {"device": nbytes} for woken, nbytes in period.nbytes.items()})
+        else:
+            memory.add(at, {})
+            self._add_awake(period, at, 0)
+
+    def _add_awake(self, period: Period, end: int, flags: int) -> None:
+        reason = words((period.end or {}).get("reason"))
+        fields = [*((woken, f"{nbytes:,} bytes") for woken, nbytes in period.nbytes.items()), ("reason", reason)]
+        step = period.start.get("step")
+        self._lane(f"engine {period.engine}").row("event", 0, "awake").items.append(
+            (
+                _micros(self._nodes.clock.seconds(period.start)),
+                end,
+                self._names.add("awake"),
+                flags,
+                0,
+                0,
+                0,
+                self._details.add(tuple((label, text) for label, text in fields if text)),
+                step if isinstance(step, int) else -1,
+            )
+        )
+
     def _add_ranks(self, lane: _Lane, node: Node) -> None:
         for move, start, end in node.lay_out():
-            if not move.source.startswith("rank:"):
+            rank = rank_of(move.source)
+            if rank is None:
                 continue
-            rank = move.source.removeprefix("rank:")
-            row = lane.row("rank", int(rank) if rank.isdecimal() else -1, f"rank {rank}")
+            row = lane.row("rank", rank, f"rank {rank}")
             name = f"{move.component} {move.from_tier} \N{RIGHTWARDS ARROW} {move.to_tier}"
             moved, elided = (0, move.nbytes) if move.elided else (move.nbytes, 0)
             fields = (("part of", _title(node)),)
@@ -306,7 +339,7 @@ class _Builder:
         if node.kind == "call" and (changed := node.record.get("changed")):
             pairs.append(("changed", _plain(changed)))
         for move in node.moves:
-            if not move.source.startswith("rank:"):
+            if rank_of(move.source) is None:
                 how = ", elided" if move.elided else ""
                 way = f"{move.from_tier} \N{RIGHTWARDS ARROW} {move.to_tier}"
                 pairs.append((move.component, f"{way}, {whole(move.nbytes):,} bytes{how}"))

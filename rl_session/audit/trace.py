@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from rl_session.audit.naming import rank_of
 from rl_session.audit.nodes import Move, Node, NodeBuilder, own_fields, whole, words
 from rl_session.audit.replay import Replay
 
@@ -100,11 +101,11 @@ class _Tracer:
         self, node: Node, where: tuple[int, int], move: Move, start: float, end: float
     ) -> Iterator[dict[str, Any]]:
         """A move on a rank, with the arrow from its transition; in process the transition's arguments list it."""
-        rank = move.source.removeprefix("rank:")
-        if rank == move.source:
+        rank = rank_of(move.source)
+        if rank is None:
             return
         pid, tid = where
-        thread = _FIRST_RANK_THREAD + (int(rank) if rank.isdecimal() else 0)
+        thread = _FIRST_RANK_THREAD + rank
         yield from self._thread(pid, thread, f"rank {rank}")
         transition = node.record.get("transition_id")
         yield {

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from rl_session.errors import DeviceMemoryError
 from rl_session.lifecycle import Mode
-from rl_session.offload.device import Device, EmulatedDevice
+from rl_session.offload.device import Device
 from rl_session.planning import Holding, choose_evictions
 
 __all__ = ["Arbiter", "Seat", "Wish"]
@@ -29,11 +29,24 @@ class Seat(Protocol):
 
     name: str
     label: str
-    device: Device
-    lock: threading.RLock
+
+    @property
+    def device(self) -> Device | None:
+        """Where it holds bytes; None for one that has devices of its own, which has no seat."""
+        ...
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while it is at work."""
+        ...
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes it holds on the device that the device's own records do not know: an engine's."""
+        ...
 
     def holdings(self, entering: Mode | None = None) -> list[Holding]:
-        """What it has on its device; ``entering`` is the mode it is on its way to."""
+        """What it has on its device; ``entering`` is the row of the mode it is on its way to."""
         ...
 
     def evict(self, components: Sequence[str], reason: str) -> None:
@@ -42,6 +55,10 @@ class Seat(Protocol):
 
     def where(self) -> str:
         """In words: the scope it is in, or where it rests."""
+        ...
+
+    def occupant(self) -> str:
+        """The open scope that works on the device, in words; "" where there is none."""
         ...
 
 
@@ -73,9 +90,18 @@ class Arbiter:
         self._clock = itertools.count(1)
 
     def join(self, seat: Seat) -> None:
-        """A participant comes."""
-        self._measured.setdefault(id(seat.device), self._measure(seat.device))
+        """A participant comes.
+
+        What is measured counts everything that is free or ours; an engine that came awake may have taken its memory before
+        or after the first measure, so the larger one stands.
+        """
+        device = seat.device
+        assert device is not None, f"{seat.label} shares no device"
+        key = id(device)
         self._seats.append(seat)
+        if key not in self._measured or seat.outside_bytes:
+            found, before = self._measure(device), self._measured.get(key)
+            self._measured[key] = found if before is None or found is None else max(found, before)
 
     def part(self, seat: Seat) -> None:
         """A participant leaves."""
@@ -88,25 +114,45 @@ class Arbiter:
 
     def _measure(self, device: Device) -> int | None:
         free = device.free_bytes()
-        return None if free is None else int((device.held_bytes + free) * (1 - _MARGIN))
+        return None if free is None else int((self.in_use(device) + free) * (1 - _MARGIN))
+
+    def seats_on(self, device: Device) -> list[Seat]:
+        """The participants that share ``device``."""
+        return [seat for seat in self._seats if seat.device is device]
+
+    def in_use(self, device: Device) -> int:
+        """Bytes that participants and awake engines hold on ``device``."""
+        return device.held_bytes + sum(seat.outside_bytes for seat in self._seats if seat.device is device)
+
+    def free(self, device: Device) -> int | None:
+        """Bytes of the budget that nobody holds, or None for no limit."""
+        budget = self.budget_of(device)
+        return None if budget is None else max(0, budget - self.in_use(device))
 
     def budget_of(self, device: Device) -> int | None:
         """Bytes that participants may hold on ``device`` together; None for no limit."""
-        if self.budget is None and isinstance(device, EmulatedDevice):
+        if self.budget is None and device.capacity is not None:
             return device.capacity
         return self.budget if self.budget is not None else self._measured.get(id(device))
 
     def usage(self, device: Device) -> dict[str, int | None]:
         """``budget`` and ``in_use`` of a device, in bytes."""
-        return {"budget": self.budget_of(device), "in_use": device.held_bytes}
+        return {"budget": self.budget_of(device), "in_use": self.in_use(device)}
 
     @contextmanager
-    def admit(self, seat: Seat, mode: Mode, ask: Callable[[], Wish], reason: str) -> Iterator[tuple[str, ...]]:
+    def steady(self, device: Device) -> Iterator[int | None]:
+        """A block in which nobody else takes room; yields what is free of the budget of ``device`` (None: no limit)."""
+        with self._lock:
+            budget = self.budget_of(device)
+            yield None if budget is None else budget - self.in_use(device)
+
+    @contextmanager
+    def admit(self, seat: Seat, mode: Mode | None, ask: Callable[[], Wish], reason: str) -> Iterator[tuple[str, ...]]:
         """Make room, and keep it until the block has used it.
 
         Args:
             seat: Who comes in.
-            mode: The mode it is on its way to.
+            mode: The row of the mode it is on its way to; None for an engine.
             ask: How much room it needs.
             reason: For records and messages.
 
@@ -116,12 +162,13 @@ class Arbiter:
         Raises:
             DeviceMemoryError: There is no room even if everything releasable leaves; nothing was moved.
         """
-        budget = self.budget_of(seat.device)
-        if budget is None:
+        device = seat.device
+        budget = self.budget_of(device) if device is not None else None
+        if device is None or budget is None:
             yield ()
             return
         with self._lock:
-            yield self._make_room(seat.device, ask(), budget, f"{seat.label}: {reason}", (seat, mode))
+            yield self._make_room(device, ask(), budget, f"{seat.label}: {reason}", (seat, mode))
 
     def make_room(self, device: Device, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit on ``device``.
@@ -135,20 +182,20 @@ class Arbiter:
                 self._make_room(device, Wish(nbytes), budget, f"session: make_room({nbytes})", None)
 
     def _make_room(
-        self, device: Device, wish: Wish, budget: int, attempted: str, coming: tuple[Seat, Mode] | None
+        self, device: Device, wish: Wish, budget: int, attempted: str, coming: tuple[Seat, Mode | None] | None
     ) -> tuple[str, ...]:
-        if device.held_bytes + wish.nbytes + wish.reserve <= budget:
+        if self.in_use(device) + wish.nbytes + wish.reserve <= budget:
             return ()
         newcomer, mode = coming if coming is not None else (None, None)
         with self._free_to_ask(device, newcomer) as seats:
             holdings = [h for seat in seats for h in seat.holdings(mode if seat is newcomer else None)]
-            missing = device.held_bytes + wish.nbytes - budget
+            missing = self.in_use(device) + wish.nbytes - budget
             available = sum(h.nbytes for h in holdings if h.releasable)
             # The reserve is an estimate: it may send others away, never refuse an entry.
             chosen = choose_evictions(max(missing, min(missing + wish.reserve, available)), holdings)
             if chosen is None:
                 raise self._no_room(device, wish.nbytes, budget, attempted, holdings)
-            leaving = {seat: [h.component for h in chosen if h.participant == seat.name] for seat in seats}
+            leaving = {seat: [h.component for h in chosen if h.participant == seat.label] for seat in seats}
             for seat, components in leaving.items():
                 if components and seat is not newcomer:
                     seat.evict(components, f"evicted for {attempted}")
@@ -171,9 +218,9 @@ class Arbiter:
     def _no_room(
         self, device: Device, nbytes: int, budget: int, attempted: str, holdings: Sequence[Holding]
     ) -> DeviceMemoryError:
-        facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {device.held_bytes}"]
+        facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {self.in_use(device)}"]
         for seat in self._seats:
-            parts = [h for h in holdings if h.participant == seat.name and h.nbytes]
+            parts = [h for h in holdings if h.participant == seat.label and h.nbytes]
             told = ", ".join(f"{h.component} {h.nbytes}{' (releasable)' if h.releasable else ''}" for h in parts)
             if told:
                 facts.append(f"{seat.label} ({seat.where()}): {told}")

@@ -10,27 +10,31 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
 from rl_session.audit import events
-from rl_session.driver.arbiter import Wish
+from rl_session.driver.beside import quiet_engines, refuse_beside_engine
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
+from rl_session.driver.lease import READS, LeaseClient
 from rl_session.driver.ownership import Ownership, Token
+from rl_session.driver.ranks import Ranks
+from rl_session.driver.room import PolicySeat
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import (
     ClosedError,
-    ConfigError,
     FaultedError,
     ModeError,
     NestingError,
+    OwnershipError,
     RLSessionError,
     ScopeError,
     ScopeOrderError,
+    StaleHandleError,
 )
 from rl_session.lifecycle import (
     CALL_NEEDS,
@@ -45,22 +49,28 @@ from rl_session.lifecycle import (
     scope_to_write,
 )
 from rl_session.offload.device import Device
-from rl_session.planning import Holding
 from rl_session.workers.group import WorkerGroup
+from rl_session.workers.lease import PolicyState
 from rl_session.workers.replies import (
     CallResult,
     Description,
-    Failed,
-    Lost,
-    Ok,
-    Reply,
-    Room,
     TransitionReply,
     TransitionRequest,
-    error_of,
 )
 
-__all__ = ["Control", "Frame"]
+__all__ = ["Companion", "Control", "Frame"]
+
+
+class Companion(Protocol):
+    """An external engine beside a scope: awake while it is open."""
+
+    def enter(self, holder: Any, call_site: str, scope_id: int) -> None:
+        """Wake, after the policy has made its move."""
+        ...
+
+    def leave(self) -> None:
+        """Let go, before the policy moves back."""
+        ...
 
 
 @attrs.define(eq=False)
@@ -70,19 +80,23 @@ class Frame:
     Attributes:
         scope_id: Its number in the log.
         mode: Its mode.
+        row: The row of the mode table that decides what is where and what may be called: that of its mode, unless an
+            external engine generates.
         spelling: How the user wrote it, such as ``training_mode()``.
         placement: The placement reached at entry, with conditional cells decided: what inner scopes come back to.
         outer_mode: The mode it was entered from.
         call_site: Where it was entered.
         holder: The user's scope object, weakly: when it is gone, the scope is an orphan.
         moved: Whether entry was a transition (it is not when the mode was in effect already).
-        engine: The name of the engine that the scope woke, if it woke one.
+        engine: The name of the in-process engine that the scope opened, if it opened one.
+        companion: The external engine that is awake while the scope is open, if one is.
         undo: Restores what entry set for the user's own forwards, if anything.
         entered_at: ``time.perf_counter()`` at entry.
     """
 
     scope_id: int
     mode: Mode
+    row: Mode
     spelling: str
     placement: Placement
     outer_mode: Mode
@@ -90,6 +104,7 @@ class Frame:
     holder: weakref.ref[Any]
     moved: bool
     engine: str = ""
+    companion: Companion | None = None
     undo: Callable[[], None] | None = None
     entered_at: float = attrs.field(factory=time.perf_counter)
 
@@ -110,6 +125,8 @@ class Control:
         first: What was found at attach.
         base: The mode outermost exits go to.
         device: Where its bytes are when they are needed.
+        is_built: Whether the session built the model, which then ends with the policy.
+        lease: Where handles in other processes may have the policy too.
     """
 
     def __init__(
@@ -122,6 +139,9 @@ class Control:
         first: Description,
         base: Mode,
         device: Device,
+        *,
+        is_built: bool = False,
+        lease: LeaseClient | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -130,6 +150,8 @@ class Control:
         self.run = run
         self.flags = flags
         self.mode = first.mode
+        self.row = first.mode
+        """The row of the mode table in effect; another than the mode's own while an external engine generates."""
         self.resting_mode = base
         self.resting = first.placement
         self.frames: list[Frame] = []
@@ -147,9 +169,14 @@ class Control:
         self._calls = 0
         self._moving = ""
         """The reason of the transition that is running, if one is."""
-        self.journal = Journal(name, run)
+        self.seat = PolicySeat(self)
+        self.journal = Journal(name, run, ranks_write=group.logs_moves)
         self._record = self.journal.write
-        self.journal.created(first, group.num_ranks)
+        self.ranks = Ranks(group, self.label, self.explain, self._record)
+        self._is_built = is_built
+        self.lease = lease
+        if lease is None or lease.is_held:  # another process wrote it before it handed the policy on
+            self.journal.created(first, group.num_ranks)
 
     # -- saying what is ------------------------------------------------------------------------------------------
 
@@ -215,7 +242,7 @@ class Control:
                     self._close_frame(frame, "orphaned")
             finally:
                 if not self.frames:
-                    self.ownership.release()
+                    self._release()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -233,17 +260,139 @@ class Control:
         """
         self.ownership.check_process(spelling)
         self.close_orphans()  # their owner may be gone with them
-        return self.ownership.acquire(spelling, call_site, timeout)
+        token = self.ownership.acquire(spelling, call_site, timeout)
+        if self.lease is not None and not self.lease.is_held:
+            try:
+                self._take_lease(f"{spelling} at {call_site}", timeout)
+            except BaseException:
+                self.let_go(token)
+                raise
+        return token
 
     def let_go(self, token: Token) -> None:
         """Stop being the owner, unless a scope is open: then the end of that scope does it."""
         if not self.frames:
-            self.ownership.release(token)
+            self._release(token)
+
+    def _release(self, token: Token | None = None) -> None:
+        """Nobody owns it from now on, in this process and, where others have handles, in any."""
+        lease = self.lease
+        if lease is not None and lease.is_held and lease.is_shared and self.step is None:
+            lease.give_up(self.state())
+        self.ownership.release(token)
+
+    # -- other processes -----------------------------------------------------------------------------------------
+
+    def state(self) -> PolicyState:
+        """What the next holder of the lease has to know."""
+        return PolicyState(
+            mode=self.mode,
+            row=self.row,
+            resting_mode=self.resting_mode,
+            resting=self.resting,
+            explicit=self._explicit,
+            pending_release=self._pending_release,
+            fault=self.fault,
+            flags=self.flags,
+            last_move=self.last_move,
+            last_checkpoint=self.ranks.last_checkpoint,
+            closed=self.closed,
+        )
+
+    def adopt(self, state: PolicyState | None) -> None:
+        """Know what the last holder of the lease knew."""
+        if state is None:
+            return
+        self.mode, self.row = state.mode, state.row
+        self.resting_mode, self.resting = state.resting_mode, state.resting
+        self._explicit, self._pending_release = state.explicit, state.pending_release
+        self.fault, self.flags, self.closed = state.fault, state.flags, state.closed
+        self.last_move, self.ranks.last_checkpoint = state.last_move, state.last_checkpoint
+
+    def _take_lease(self, what: str, timeout: float | None = None) -> None:
+        assert self.lease is not None
+        if self.lease.is_revoked and self.frames:
+            raise self._revoked(what)
+        self.adopt(self.lease.take(what, timeout).state)
+
+    def _take_lease_by_force(self, what: str) -> None:
+        """Get the lease from whoever has it, where the rank that grants it lives; else all will be built anew."""
+        if self.lease is not None and not self.lease.is_held and 0 not in self.ranks.lost:
+            with suppress(OwnershipError):
+                self.adopt(self.lease.take(what, force=True).state)
+
+    def share(self) -> None:
+        """From now on handles elsewhere get the lease whenever nobody is at work here."""
+        if self.lease is None:
+            return
+        with self.lock:
+            self.lease.is_shared = True
+            if not (self.frames or self._calls or self._moving or self.closed):
+                self._release()
+
+    def _revoked(self, what: str) -> StaleHandleError:
+        return StaleHandleError(
+            f"{self.label}: {what}, after another process took the policy over",
+            self.explain()[1],
+            "leave the open scopes, and enter new ones",
+        )
+
+    def look(self) -> None:
+        """Bring what is known up to date, where another process may have changed it."""
+        lease = self.lease
+        if lease is None or lease.is_held or self.closed or self.frames:
+            return
+        with self.lock:
+            seen = lease.view()
+            if seen["is_free"]:
+                self.adopt(seen["state"])
+            elif seen["mode"] is not None:
+                self.mode = self.row = seen["mode"]
+
+    def take_over(self) -> None:
+        """Take the lease from a process that is gone with a scope open, and go to the resting mode.
+
+        Raises:
+            RLSessionError: The transition failed and was rolled back.
+        """
+        lease = self.lease
+        if lease is None or lease.is_held:
+            return
+        with self.changing():
+            seen = lease.view()
+            if seen["is_free"]:
+                return
+            self.adopt(lease.take("recover()", force=True).state)
+            self.mode = self.row = seen["mode"] or self.mode
+            placement, nbytes = self.ask("placement"), self.ask("sizes")
+            origin = f"what {seen['held_by']} left"
+            self._record(events.PolicyRecovered(origin=origin, placement=placement.as_text(), nbytes=nbytes))
+            try:
+                self._go_outside(self.resting_mode, "recover()", None)
+            finally:
+                self._release()
 
     def enter(
-        self, holder: Any, mode: Mode, spelling: str, call_site: str, *, via: str = "scope", engine: str = ""
+        self,
+        holder: Any,
+        mode: Mode,
+        spelling: str,
+        call_site: str,
+        *,
+        via: str = "scope",
+        engine: str = "",
+        companion: Companion | None = None,
     ) -> Frame:
         """Open a scope; the caller is the owner.
+
+        Args:
+            holder: The user's object, which is held weakly.
+            mode: Which mode.
+            spelling: How the user wrote it.
+            call_site: Where.
+            via: Who asks.
+            engine: The name of the in-process engine that it opens.
+            companion: An external engine on the policy's device: the policy goes where OFFLOADED has it, then that wakes.
 
         Raises:
             NestingError, ScopeError: It may not be opened here; nothing changed.
@@ -253,7 +402,8 @@ class Control:
             self.ready(spelling)
             self._check_nesting(mode, spelling, call_site)
             self.last_used = self.run.arbiter.tick()
-            frame = self._open_frame(holder, mode, spelling, call_site)
+            row = mode if companion is None else Mode.OFFLOADED
+            frame = self._open_frame(holder, mode, row, spelling, call_site)
             self.frames.append(frame)
             self._record(
                 events.ScopeEntered(
@@ -268,7 +418,20 @@ class Control:
             if engine and frame.moved:  # in the mode in effect the engine is awake already
                 frame.engine = engine
                 self._record(events.EngineWoken(engine=engine, tags=["weights"]), scope_id=frame.scope_id)
+            if companion is not None:
+                self._wake(companion, frame, holder)
             return frame
+
+    def _wake(self, companion: Companion, frame: Frame, holder: Any) -> None:
+        """Wake the engine of a scope that was opened; if it does not wake, the scope is closed again."""
+        try:
+            companion.enter(holder, frame.call_site, frame.scope_id)
+        except BaseException as error:
+            failure = self._try_close(frame, error_text(error))
+            if failure is not None:
+                error.add_note(f"and while leaving {frame.spelling}: {failure}")
+            raise
+        frame.companion = companion
 
     def _check_nesting(self, mode: Mode, spelling: str, call_site: str) -> None:
         if self._calls:
@@ -277,7 +440,9 @@ class Control:
                 self.explain()[1],
                 f"with policy.{spelling}: ...  # around the call, not inside its loss or forward",
             )
-        if self.frames and not may_nest(self.frames[-1].mode, mode):
+        if self.run.engines:
+            refuse_beside_engine(self, mode, spelling, call_site)
+        if self.frames and not _may_nest(self.frames[-1], mode):
             outer = self.frames[-1]
             raise NestingError(
                 f"{self.label}: {spelling} at {call_site} inside {outer.describe()}",
@@ -285,18 +450,18 @@ class Control:
                 f"with policy.{spelling}: ...  # after the block of {outer.spelling} has ended",
             )
 
-    def _open_frame(self, holder: Any, mode: Mode, spelling: str, call_site: str) -> Frame:
+    def _open_frame(self, holder: Any, mode: Mode, row: Mode, spelling: str, call_site: str) -> Frame:
         outer_mode = self.mode
         self._retry_release(spelling)
         scope_id = self.run.next_scope_id()
         placement = self.frames[-1].placement if self.frames else self.resting
-        moves = mode is not self.mode
+        moves = mode is not self.mode or row is not self.row
         if moves:
-            reply = self._transition(mode, f"entering {spelling} at {call_site}", scope_id=scope_id)
+            reply = self._transition(mode, f"entering {spelling} at {call_site}", scope_id=scope_id, row=row)
             placement = reply.placement
             if not self.frames:
                 self.resting = reply.before
-        return Frame(scope_id, mode, spelling, placement, outer_mode, call_site, weakref.ref(holder), moves)
+        return Frame(scope_id, mode, row, spelling, placement, outer_mode, call_site, weakref.ref(holder), moves)
 
     def leave(self, frame: Frame, error: BaseException | None) -> None:
         """Close a scope, and those still open inside it.
@@ -317,13 +482,13 @@ class Control:
                     self._close_frame(frame, error_text(error))
                 finally:
                     if not self.frames:
-                        self.ownership.release()
+                        self._release()
                 return
             inner = self.frames[self.frames.index(frame) + 1 :]
             failures = [self._try_close(left_open, "left open") for left_open in reversed(inner)]
             failures.append(self._try_close(frame, error_text(error)))
             if not self.frames:
-                self.ownership.release()
+                self._release()
         if inner:
             failures.append(self._order_error(frame, inner))
         raised = [failure for failure in failures if failure is not None]
@@ -354,11 +519,18 @@ class Control:
         if frame.undo is not None:
             frame.undo()
             frame.undo = None
-        outer_mode = self.frames[-1].mode if self.frames else self.resting_mode
+        lease = self.lease
+        if lease is not None and (lease.is_revoked or (not self.frames and lease.was_taken())):
+            message = f"{frame.describe()} ended after another process had taken the policy over"
+            self._record(events.WarningIssued(code="lease_revoked", message=message))
+            raise self._revoked(f"leaving {frame.describe()}")
         failure: BaseException | None = None
         try:
-            if self.mode is not outer_mode and self.fault is None:
-                self._go_outside(outer_mode, f"leaving {frame.describe()}", frame.scope_id)
+            if frame.companion is None:
+                self._leave_row(frame)
+            else:
+                with _after(frame.companion):
+                    self._leave_row(frame)
         except BaseException as raised:
             failure = raised
             raise
@@ -373,6 +545,15 @@ class Control:
                 scope_id=frame.scope_id,
             )
 
+    def _leave_row(self, frame: Frame) -> None:
+        outer_mode, outer_row = self._outside()
+        if (self.mode is not outer_mode or self.row is not outer_row) and self.fault is None:
+            self._go_outside(outer_mode, f"leaving {frame.describe()}", frame.scope_id)
+
+    def _outside(self) -> tuple[Mode, Mode]:
+        """Mode and row of the innermost scope, or of rest."""
+        return (self.frames[-1].mode, self.frames[-1].row) if self.frames else (self.resting_mode, self.resting_mode)
+
     def _go_outside(self, outer_mode: Mode, reason: str, scope_id: int | None) -> None:
         """Go to the mode of what is the innermost scope now, or of rest; whatever fails, that mode is in effect.
 
@@ -380,20 +561,22 @@ class Control:
         """
         stored = self.frames[-1].placement if self.frames else self.resting
         explicit = None if self.frames else self._explicit
+        _, row = self._outside()
+        rests = not self.frames
         try:
             self._transition(
-                outer_mode, reason, scope_id=scope_id, stored=stored, explicit=explicit, rests=not self.frames
+                outer_mode, reason, scope_id=scope_id, stored=stored, explicit=explicit, row=row, rests=rests
             )
         except BaseException:
             if self.fault is None:
                 self._pending_release = True
-                self.mode = outer_mode
+                self.mode, self.row = outer_mode, row
             raise
 
     def _retry_release(self, attempted: str) -> None:
         """The way out of an earlier scope failed: make up for it before anything else."""
         if self._pending_release:
-            mode = self.frames[-1].mode if self.frames else self.resting_mode
+            mode, _ = self._outside()
             self._go_outside(mode, f"pending release, before {attempted}", None)
 
     # -- transitions ---------------------------------------------------------------------------------------------
@@ -413,6 +596,7 @@ class Control:
             with self.changing():
                 self.ready(spelling)
                 self._check_outside(spelling, call_site)
+                refuse_beside_engine(self, mode, spelling, call_site)
                 same = mode is self.mode is self.resting_mode and explicit is None is self._explicit
                 if same and not self._pending_release and not evict:
                     return
@@ -442,9 +626,11 @@ class Control:
         stored: Placement | None = None,
         explicit: Placement | None = None,
         flags: Flags | None = None,
+        row: Mode | None = None,
         rests: bool = False,
     ) -> TransitionReply:
-        """Ask every rank to go to ``mode``; all do, or none."""
+        """Ask every rank to go to ``mode``, or to where another ``row`` of the table puts things; all do, or none."""
+        row = row or mode
         number = self.run.next_transition_id()
         from_mode = self.mode
         start = time.perf_counter()
@@ -454,22 +640,32 @@ class Control:
             transition_id=number,
         )
         request = TransitionRequest(
-            mode=mode, flags=flags or self.flags, stored=stored, explicit=explicit, leaves_library=rests
+            mode=row,
+            flags=flags or self.flags,
+            stored=stored,
+            explicit=explicit,
+            leaves_library=rests,
+            transition_id=number,
+            scope_id=scope_id,
+            step=self.run.step,
         )
         self._moving = reason
         try:
-            with self.run.arbiter.admit(self, mode, lambda: self._room_for(request), reason) as own:
-                request.evict = own
-                answers = self._values(self.group.call("transition", request), reason)
+            if self.run.engines and explicit is None:
+                quiet_engines(self, row, reason)
+            reply = self._move_within(request, reason) or self._move(request, row, reason)
         except BaseException as error:
             self.journal.failed(error, from_mode, mode, number, scope_id)
+            if self.lease is not None:
+                self.lease.revoke(error)
+            if getattr(error, "rl_step_ended", False):
+                self.end_step("its gradients were discarded on some ranks by a transition that was taken back")
             self._note_fault(error)
             raise
         finally:
             self._moving = ""
-        reply = answers[0]
-        assert isinstance(reply, TransitionReply)
-        self.mode = mode
+        self.mode, self.row = mode, row
+        self.device.hold(self.name, reply.device_bytes)
         self._pending_release = False
         if reply.moved:
             self.last_move = f"{reason} (transition {number})"
@@ -478,72 +674,34 @@ class Control:
             self.end_step("its gradients were discarded by a transition")
         return reply
 
-    # -- room on a shared device ---------------------------------------------------------------------------------
+    def _move_within(self, request: TransitionRequest, reason: str) -> TransitionReply | None:
+        """Ask ranks elsewhere to move if the room that there is suffices; None where it has to be made first."""
+        if not self.group.logs_moves:
+            return None
+        with self.run.arbiter.steady(self.device) as headroom:
+            return self.ranks.transition_within(request, headroom, reason)
 
-    def _room_for(self, request: TransitionRequest) -> Wish:
-        """Room on the device that ``request`` needs, on the rank that needs most."""
-        rooms: list[Room] = self._values(self.group.call("room", request), "room")
-        return max(Wish(room.onload - room.freed, room.reserve) for room in rooms)
+    def _move(self, request: TransitionRequest, row: Mode, reason: str) -> TransitionReply:
+        with self.run.arbiter.admit(self.seat, row, lambda: self.seat.wish(request), reason) as own:
+            request.evict = own
+            return self.ranks.transition(request, reason)
 
-    def holdings(self, entering: Mode | None = None) -> list[Holding]:
-        """What it has on its device, for :class:`rl_session.driver.arbiter.Arbiter`."""
-        modes = [self.mode] if entering is None else [self.mode, entering]
-        held = self._values(self.group.call("holdings", modes, self.flags), "holdings")[0]
-        busy = self.fault is not None or (entering is None and bool(self._calls or self._moving))
-        return [
-            Holding(
-                self.name,
-                h.component,
-                h.nbytes,
-                h.dirty_nbytes,
-                self.last_used,
-                h.releasable and not busy,
-                h.disposable,
-            )
-            for h in held
-        ]
-
-    def evict(self, components: Sequence[str], reason: str) -> None:
-        """Send components to the host, or nowhere where they are consumed gradients; the mode stays.
+    def send_away(self, away: Placement, reason: str) -> None:
+        """Move components without a change of mode; outside every scope the rest may be written afterwards.
 
         Raises:
             RLSessionError: It failed and was rolled back.
         """
-        away = Placement(dict.fromkeys(components, Tier.HOST))
-        self._transition(self.mode, reason, scope_id=None, explicit=away, rests=not self.frames)
+        self._transition(self.mode, reason, scope_id=None, explicit=away, row=self.row, rests=not self.frames)
 
-    def pin(self, components: Sequence[str], *, on: bool) -> None:
-        """Change which components stay on the device.
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call or a transition is running."""
+        return bool(self._calls or self._moving)
 
-        Raises:
-            ConfigError: There is no such component.
-        """
-        known = set(self.ask("component_names"))
-        unknown = sorted(str(name) for name in components if str(name) not in known)
-        if unknown:
-            listed = ", ".join(sorted(known))
-            raise ConfigError(
-                f"{self.label}: pin({unknown[0]!r}): there is no such component",
-                (f"components: {listed}",),
-                'policy.pin("params")',
-            )
-        names = frozenset(str(name) for name in components)
-        with self.lock:
-            pinned = self.flags.pinned | names if on else self.flags.pinned - names
-            self.flags = attrs.evolve(self.flags, pinned=pinned)
-
-    def where(self) -> str:
-        """In words: the scope it is in, or where it rests."""
-        return f"in {self.frames[-1].describe()}" if self.frames else f"rests {self.resting_mode}"
-
-    def _values(self, replies: list[Reply], attempted: str) -> list[Any]:
-        """The answers of all ranks, or the first error."""
-        for reply in replies:
-            if isinstance(reply, Failed):
-                raise error_of(reply)
-            if isinstance(reply, Lost):
-                raise FaultedError(f"{self.label}: {attempted}", (), "policy.recover()", reply.cause)
-        return [reply.value for reply in replies if isinstance(reply, Ok)]
+    def ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Ask every rank something that moves nothing and is no compute call (not recorded)."""
+        return self.ranks.ask_each(method, *args)
 
     def _note_fault(self, error: BaseException) -> None:
         """Remember a failure that could not be undone; after a recovery that failed the cause is the one before."""
@@ -580,6 +738,8 @@ class Control:
         """
         gate = method if gate is None else gate
         self.ownership.check_process(f"{method}()")
+        if self.lease is not None and not self.lease.is_held:
+            return self._call_elsewhere(method, args, gate, needs_owner=needs_owner, then=then, **kwargs)
         if needs_owner:
             self.close_orphans()  # their owner may be gone with them
             self.ownership.check(f"{method}()")
@@ -591,28 +751,73 @@ class Control:
             self.last_used = self.run.arbiter.tick()
             mode, start = self.mode, time.perf_counter()
             try:
-                results = self._values(self.group.call(method, *args, **kwargs), f"{method}()")
+                result = self.ranks.call(method, *args, **kwargs)
             except BaseException as error:
                 changed = getattr(error, "rl_changed", ())
                 self.journal.notes(getattr(error, "rl_notes", ()))
                 self.journal.called(method, mode, start, error_text(error), changed)
                 self._note_fault(error)
                 raise
-            result = results[0]
-            assert isinstance(result, CallResult)
+            self.device.hold(self.name, result.device_bytes)
             self.journal.notes(result.notes)
             self.journal.called(method, mode, start, None, result.changed)
             if then is not None:
                 self._record(then(result))
             return result.value
 
+    def _call_elsewhere(self, method: str, args: tuple[Any, ...], gate: str, **kwargs: Any) -> Any:
+        """A call by a handle that does not hold the lease: one that only reads is made as things are, others take it."""
+        if method not in READS:
+            with self.lock:
+                self._take_lease(f"{method}()")
+                try:
+                    return self.call(method, *args, gate=gate, **kwargs)
+                finally:
+                    self._release()
+        for named in ("needs_owner", "then"):
+            kwargs.pop(named, None)
+        return self._read(method, gate, *args, **kwargs).value
+
+    def _read(self, method: str, gate: str, *args: Any, **kwargs: Any) -> Any:
+        """Read from a rank, judged by what this handle knows; what turns out to be stale is looked at anew, once."""
+        assert self.lease is not None
+        with self._serialised():
+            for is_last in (False, True):
+                if is_last or not self.lease.has_looked:
+                    self.look()
+                self.ready(f"{method}()")
+                if gate and not may_call(self.mode, gate) and not is_last:
+                    continue
+                self.check_mode(gate)
+                try:
+                    return self._read_once(method, *args, **kwargs)
+                except StaleHandleError:
+                    if is_last:
+                        raise
+        raise AssertionError
+
+    def _read_once(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.lease is not None
+        mode, start = self.mode, time.perf_counter()
+        try:
+            value = self.lease.read(method, mode, *args, **kwargs)
+        except StaleHandleError:
+            raise
+        except BaseException as error:
+            self.journal.called(method, mode, start, error_text(error), ())
+            raise
+        self.journal.called(method, mode, start, None, ())
+        return value
+
     def call_plain(self, method: str, *args: Any) -> Any:
         """As :meth:`call`, for a method that is legal everywhere and returns its value as it is."""
         self.ownership.check_process(f"{method}()")
+        if self.lease is not None and not self.lease.is_held:
+            return self._read(method, "", *args)
         with self._serialised():
             self.ready(f"{method}()")
             mode, start = self.mode, time.perf_counter()
-            value = self._values(self.group.call(method, *args), f"{method}()")[0]
+            value = self.ranks.ask(method, *args)
             self.journal.called(method, mode, start, None, ())
             return value
 
@@ -631,12 +836,12 @@ class Control:
         Raises:
             ModeError: The message names the modes in which it is, and the scope to write.
         """
-        if not gate or may_call(self.mode, gate):
+        if not gate or (may_call(self.mode, gate) and (self.row is self.mode or may_call(self.row, gate))):
             return
         needs = CALL_NEEDS.get(gate, (Component.PARAMS,))
         self._record(events.GuardRejected(method=gate, mode=self.mode.value, needs=[n.value for n in needs]))
         shown = gate if gate.endswith(")") else f"{gate}()"
-        listed = ", ".join(str(mode) for mode in modes_allowing(gate))
+        listed = ", ".join(str(mode) for mode in modes_allowing(gate) if mode is not self.mode)
         raise ModeError(
             f"{self.label}: {shown} {self._why_not(needs)}",
             (*self.explain()[1], f"legal in: {listed}"),
@@ -648,7 +853,10 @@ class Control:
         scope = f"{self.kind}.{scope_to_write(gate, self.kind)}()"
         code = f"with {scope} as p: p.{shown}" if gate == "generate" else f"with {scope}: {self.kind}.{shown}"
         outer = self.frames[-1] if self.frames else None
-        if outer is None or any(may_nest(outer.mode, mode) for mode in modes_allowing(gate)):
+        may_stand = outer is None or (
+            outer.row is outer.mode and any(may_nest(outer.mode, mode) for mode in modes_allowing(gate))
+        )
+        if outer is None or may_stand:
             return code
         return f"{code}  # after the block of {outer.spelling} has ended"
 
@@ -660,9 +868,9 @@ class Control:
             return f"is not legal in {self.mode} mode"
         return f"needs {', '.join(need.name for need in away)} on the device, but they are on the host"
 
-    def record(self, event: events.Event) -> None:
+    def record(self, event: events.Event, *, scope_id: int | None = None) -> None:
         """Write an event of this policy."""
-        self._record(event)
+        self._record(event, scope_id=scope_id)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Ask rank 0 something that is no compute call (not recorded).
@@ -673,7 +881,7 @@ class Control:
         if self.closed:
             self.ready(f"{method}")
         with self.lock:
-            return self._values(self.group.call(method, *args, **kwargs), f"{method}()")[0]
+            return self.ranks.ask(method, *args, **kwargs)
 
     def end_step(self, why: str = "") -> None:
         """Forget the open step; with ``why``, it was aborted."""
@@ -691,8 +899,11 @@ class Control:
             CheckpointError: The checkpoint cannot be loaded.
         """
         with self.changing():
+            self._take_lease_by_force("recover()")
             self.end_step("recover()")
-            origin = str(self.ask("recover", path))
+            origin = self.ranks.recover(path, self.run.log_path)
+            if self.lease is not None and self.ranks.is_new:
+                self.lease.begin_anew()
             self.fault = None
             self._drop_frames("recovered")
             placement, nbytes = self.ask("placement"), self.ask("sizes")
@@ -711,7 +922,17 @@ class Control:
             except BaseException:
                 self._pending_release = True  # no scope ended: the mode stands until what comes next makes up for it
                 raise
+            finally:
+                self._release()
             return origin
+
+    def _close_handle(self, how: str) -> None:
+        """End what this process has open; the policy is another's, and goes on."""
+        while self.frames:
+            self._try_close(self.frames[-1], how)
+        self._release()
+        self.group.close()
+        self.closed = how
 
     def _drop_frames(self, why: str) -> None:
         """Close every scope without a transition."""
@@ -723,20 +944,50 @@ class Control:
                 self._close_frame(self.frames[-1], why)
         finally:
             self.fault = fault
-            self.ownership.release()
+            self._release()
 
     def close(self, how: str) -> None:
         """Close open scopes, give the model back whole, and refuse everything from now on. Idempotent."""
         with self.changing():
             if self.closed:
                 return
+            if self.lease is not None and self.lease.handle != 0:
+                self._close_handle(how)
+                return
             self._drop_frames(how)
             self.end_step(how)
-            if self.fault is None:
+            if self.fault is None and not self._is_built:
                 with suppress(RLSessionError):  # without room on the device, detach re-homes on the host
                     up = Placement(dict.fromkeys(map(str, Component), Tier.DEVICE))
                     self._transition(Mode.RESIDENT, how, scope_id=None, explicit=up, rests=True)
-            self._values(self.group.call("detach"), how)
+            if not self._is_built:
+                self.ranks.ask("detach")
+            self.ranks.fetch_records(self.run.log_path)
             self.group.close()
             self.closed = how
             self._record(events.PolicyClosed(reason=how))
+
+
+def _may_nest(outer: Frame, mode: Mode) -> bool:
+    """The nesting table; inside an external engine's scope, that of the row it has the policy in holds too."""
+    if not may_nest(outer.mode, mode):
+        return False
+    return outer.row is outer.mode or mode is outer.mode or may_nest(outer.row, mode)
+
+
+@contextmanager
+def _after(companion: Companion) -> Iterator[None]:
+    """Let an engine go, then run the block whatever came of it; the engine's error is on top of the block's."""
+    failure: BaseException | None = None
+    try:
+        companion.leave()
+    except BaseException as error:
+        failure = error
+    try:
+        yield
+    except BaseException as error:
+        if failure is None:
+            raise
+        failure.add_note(f"and then: {error}")
+    if failure is not None:
+        raise failure

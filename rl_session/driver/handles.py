@@ -16,6 +16,8 @@ from rl_session.lifecycle import MODE_TABLE, Mode, modes_allowing, scope_to_writ
 
 __all__ = [
     "Anywhere",
+    "EngineCalls",
+    "EngineGenerationCalls",
     "GenerationCalls",
     "Handle",
     "LogprobCalls",
@@ -103,6 +105,18 @@ class GenerationCalls(LogprobCalls, Protocol):
     def generate(self, batch: Batch) -> Result:
         """Sample from the engine."""
         ...
+
+
+class EngineCalls(Protocol):
+    """Calls that are legal in ``engine.awake()``."""
+
+    def generate(self, batch: Batch, **kwargs: Any) -> Result:
+        """Sample from the engine."""
+        ...
+
+
+class EngineGenerationCalls(EngineCalls, Anywhere, Protocol):
+    """Calls that are legal in ``generation_mode()`` of an external engine."""
 
 
 class ValueCalls(EvaluationCalls, Protocol):

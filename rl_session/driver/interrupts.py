@@ -24,7 +24,7 @@ class DeferredInterrupt:
     another such block neither: the outer one remembers.
     """
 
-    __slots__ = ("_fired", "_frame", "_previous", "_signum")
+    __slots__ = ("_frame", "_previous", "_signum", "fired")
     _outermost: DeferredInterrupt | None = None
     """The block that remembers now; only the main thread ever sets it."""
 
@@ -33,19 +33,25 @@ class DeferredInterrupt:
         """Whether this thread is in such a block already."""
         return DeferredInterrupt._outermost is not None and threading.get_ident() == _MAIN
 
+    @staticmethod
+    def is_waiting() -> bool:
+        """Whether an interrupt arrived in the block that this thread is in: what waits for somebody else should give up."""
+        outermost = DeferredInterrupt._outermost
+        return outermost is not None and threading.get_ident() == _MAIN and outermost.fired
+
     def __enter__(self) -> Self:
         self._previous: object = None
         if DeferredInterrupt._outermost is None and threading.get_ident() == _MAIN:
             previous = _signal.getsignal(_signal.SIGINT)
             if callable(previous):
-                self._fired = False
+                self.fired = False
                 self._previous = previous
                 DeferredInterrupt._outermost = self
                 _signal.signal(_signal.SIGINT, self._remember)
         return self
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self._fired, self._signum, self._frame = True, signum, frame
+        self.fired, self._signum, self._frame = True, signum, frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -55,5 +61,5 @@ class DeferredInterrupt:
             return
         DeferredInterrupt._outermost = None
         _signal.signal(_signal.SIGINT, previous)
-        if self._fired:
+        if self.fired:
             previous(self._signum, self._frame)

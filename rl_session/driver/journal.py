@@ -30,9 +30,11 @@ class Journal:
     Args:
         name: The policy's name.
         run: What the run shares.
+        ranks_write: Whether the ranks write ``component.moved`` themselves.
     """
 
-    def __init__(self, name: str, run: Run) -> None:
+    def __init__(self, name: str, run: Run, *, ranks_write: bool = False) -> None:
+        self._ranks_write = ranks_write
         self.write = run.recorder(name)
         """Writes one event, with the ids of the scope and transition it belongs to."""
 
@@ -58,7 +60,7 @@ class Journal:
         self, reply: TransitionReply, from_mode: Mode, mode: Mode, number: int, scope_id: int | None, seconds: float
     ) -> None:
         """A transition succeeded: what moved, what was dropped, what to warn about, and the end."""
-        for moved, spent in zip(reply.moved, reply.seconds, strict=True):
+        for moved, spent in zip(reply.moved, reply.seconds, strict=True) if not self._ranks_write else ():
             self.write(
                 events.ComponentMoved(
                     component=str(moved.component),

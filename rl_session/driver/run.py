@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from os import PathLike
+from typing import TYPE_CHECKING
 
 from rl_session.audit import AuditLog
 from rl_session.audit.events import Event
@@ -16,6 +18,9 @@ from rl_session.driver.arbiter import Arbiter
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.lifecycle import Release
 from rl_session.offload.host_pool import HostPool
+
+if TYPE_CHECKING:
+    from rl_session.driver.engine_control import EngineControl
 
 __all__ = ["Run", "error_text"]
 
@@ -29,6 +34,7 @@ class Run:
         release: The release policy of participants that set none.
         verify: The verification of participants that set none.
         device_budget: Bytes that participants may hold on a device together.
+        timeout_seconds: How long to wait for somebody else, such as an engine that has requests in flight.
     """
 
     def __init__(
@@ -39,16 +45,26 @@ class Run:
         release: Release = "eager",
         verify: Verify = "off",
         device_budget: int | None = None,
+        timeout_seconds: float = 600.0,
     ) -> None:
         self.log = log
         self.pool = pool
         self.arbiter = Arbiter(device_budget)
         self.release: Release = release
         self.verify: Verify = verify
+        self.timeout_seconds = timeout_seconds
+        self.engines: list[EngineControl] = []
+        """The external engines of the run."""
         self.step: int | None = None
         self.lock = threading.RLock()
-        self._scope_ids = itertools.count(1)
-        self._transition_ids = itertools.count(1)
+        self.log_path: str | PathLike[str] | None = log.path
+        """The session's own file; that of another process lies beside it."""
+        self._scope_ids: Iterator[int] = itertools.count(1)
+        self._transition_ids: Iterator[int] = itertools.count(1)
+
+    def count_from(self, scope_ids: Iterator[int], transition_ids: Iterator[int]) -> None:
+        """Take numbers from elsewhere: those of another process must not be the same."""
+        self._scope_ids, self._transition_ids = scope_ids, transition_ids
 
     def next_scope_id(self) -> int:
         """A new number for a scope."""
@@ -58,8 +74,8 @@ class Run:
         """A new number for a transition."""
         return next(self._transition_ids)
 
-    def recorder(self, policy: str) -> Callable[..., int]:
-        """A function that writes an event of ``policy`` with the current step filled in."""
+    def recorder(self, policy: str | None) -> Callable[..., int]:
+        """A function that writes an event of ``policy``, None for what is of none, with the current step filled in."""
         log = self.log
 
         def write(event: Event, *, scope_id: int | None = None, transition_id: int | None = None) -> int:

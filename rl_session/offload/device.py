@@ -61,6 +61,11 @@ class Device(ABC):
 
     is_told = False
     wants_pinned = False
+    capacity: int | None = None
+    """The most bytes it holds, where that is fixed from the start."""
+
+    def hold(self, policy: str, nbytes: int) -> None:  # noqa: B027 (a device in this process knows by itself)
+        """Take note of what a policy has on it, where that is known only by what its ranks report."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -128,6 +133,9 @@ class Device(ABC):
 
     def empty_cache(self) -> None:  # noqa: B027 (a device without a cache has nothing to do)
         """Give cached memory back to the device."""
+
+    def drain(self) -> None:  # noqa: B027 (on a device without streams nothing is under way)
+        """Wait for everything that was started on the device, on whatever stream."""
 
     def is_resident(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage's bytes are on this device, found by looking at it."""
@@ -252,11 +260,38 @@ class EmulatedDevice(Device):
         """From now on freed and newly allocated memory is filled with 0xFF (NaN as a float)."""
         self._poisons = on
 
+    def occupy(self, nbytes: int) -> Tensor:
+        """Take bytes for something that is no participant, such as a generation engine.
+
+        They count against the capacity, in ``resident_bytes`` and in ``peak``, and may fail as any allocation does.
+
+        Args:
+            nbytes: How many.
+
+        Returns:
+            A uint8 tensor over them; they are given back by :meth:`vacate`, or when nothing refers to them any more.
+
+        Raises:
+            torch.OutOfMemoryError: The device has not so many.
+            ConfigError: ``nbytes`` is negative.
+        """
+        if nbytes < 0:
+            raise ConfigError(f"EmulatedDevice.occupy({nbytes})", (), "EmulatedDevice.occupy(2**20)")
+        block = torch.empty(0, dtype=torch.uint8)
+        self.allocate([block.untyped_storage()], [nbytes])
+        return block.set_(block.untyped_storage(), 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
+
+    def vacate(self, block: Tensor) -> None:
+        """Give back what :meth:`occupy` took; views of it read nothing from now on."""
+        storage = block.untyped_storage()
+        if storage._cdata in self._resident:
+            self.free([storage])
+
     # -- the device interface ------------------------------------------------------------------------------------
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the device that belong to participants, exact at the time of the call."""
+        """Bytes on the device that belong to participants, or that :meth:`occupy` took, exact at the time of the call."""
         return self._purge()
 
     def _purge(self) -> int:
@@ -473,6 +508,10 @@ class CudaDevice(Device):
             self._ended.synchronize()
             torch.cuda.current_stream(self.torch_device).wait_event(self._ended)
             self._ended = None
+
+    def drain(self) -> None:
+        """Wait for every stream."""
+        torch.cuda.synchronize(self.torch_device)
 
     def checksum(self, storage: torch.UntypedStorage) -> int:
         """A position-weighted sum of the bytes, computed on the device."""

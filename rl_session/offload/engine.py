@@ -29,6 +29,7 @@ from rl_session.offload.shards import Shards
 from rl_session.offload.tensors import library_access
 from rl_session.offload.transaction import Transaction
 from rl_session.offload.unit import Unit
+from rl_session.offload.watch import Watch
 from rl_session.planning import Plan, plan, summarise
 
 __all__ = ["Engine", "MoveReport", "Notice", "Snapshot"]
@@ -100,6 +101,21 @@ class Engine:
         """What FSDP2 keeps behind the module; empty for a module without it."""
         return self.ledger.sources.shards
 
+    @property
+    def watch(self) -> Watch:
+        """Who may write, and whether something was written."""
+        return self.ledger.watch
+
+    @property
+    def weights_epoch(self) -> int:
+        """A number that another one replaces whenever the bytes of PARAMS or BUFFERS may have changed.
+
+        Two equal readings mean that the weights are the same, bit for bit, as far as the contract of read-only scopes
+        holds; two different ones mean nothing. While the caller is in charge (TRAINING, RESIDENT) every reading differs.
+        O(1) inside scopes; at rest, where anybody may write, each reading looks at every storage.
+        """
+        return self.watch.epoch()
+
     def refresh(self, *, deep: bool = False) -> Snapshot:
         """Scan, and say where everything is; see :meth:`Ledger.refresh`. FSDP2 modules stay as they are: one rank may look."""
         return self.ledger.refresh(deep=deep)
@@ -155,6 +171,11 @@ class Engine:
             elif unit.host is not None:
                 unit.validate_host()
                 unit.is_snapshot = True
+            unit.was_touched = False  # whoever kept a pointer has one to what was freed
+            if unit.resters:
+                self.watch.cover(unit)
+        if transaction.todo:
+            self.watch.note(snapshot.inventory)  # storages that were re-homed hold what they held
         for key, found in snapshot.inventory.storages.items():
             wanted = max((target[c] for c in found.components), key=lambda t: t.height)
             unit = snapshot.units[key]
@@ -204,7 +225,22 @@ class Engine:
         """Device copies may change from now on: no host copy can stand in for one."""
         for unit in self.ledger.own_units():
             if unit.tier is Tier.DEVICE:
+                unit.lower_barrier()
                 unit.host_valid = False
+        self.watch.changed()
+
+    def expose(self) -> None:
+        """The caller is in charge from now on and may write at any time."""
+        self.watch.expose()
+        self.mark_dirty()
+
+    def protect(self) -> None:
+        """Only the library works from now on, and only reads: a scope of a read-only mode."""
+        self.watch.protect()
+
+    def rest(self) -> None:
+        """Outside every scope in a read-only mode: what is clean stays so until something touches it."""
+        self.watch.rest()
 
     def forget_snapshots(self) -> None:
         """The weights have moved on since the device copies were made: they cannot be restored from the host."""
@@ -282,6 +318,7 @@ class Engine:
             unit = self.device.units.get(tensors.storage_of(tensor)._cdata)
             if unit is None:
                 return tensor.detach()
+            unit.lower_barrier()
             unit.host_valid, unit.checksum = False, None
             return self.readable(tensor)
 
@@ -316,6 +353,7 @@ class Engine:
 
         A freed storage is on the host; a storage that has memory and a host copy from the failed move is filled from it.
         """
+        self.watch.expose()
         with library_access():
             for unit in self.ledger.own_units():
                 storage = unit.storage
@@ -344,6 +382,7 @@ class Engine:
 
     def let_go(self) -> None:
         """Give the tensors back whole, on the device where there is room and else in plain CPU memory; forget them."""
+        self.watch.expose()
         snapshot = self.refresh()
         up = Placement(dict.fromkeys(self.ledger.component_names(), Tier.DEVICE))
         try:
@@ -351,6 +390,12 @@ class Engine:
         except DeviceMemoryError:
             with library_access():
                 self._rehome_on_host(snapshot)
+        for unit in self.ledger.own_units():
+            self.ledger.forget(unit)
+        self.ledger.close()
+
+    def abandon(self) -> None:
+        """Forget every tensor where it is, and give the host buffers back; what is away then cannot be read any more."""
         for unit in self.ledger.own_units():
             self.ledger.forget(unit)
         self.ledger.close()

@@ -216,6 +216,7 @@ class Guard:
         on_load: Called after a ``load_state_dict`` of module or optimizer.
         on_step: Called after every optimizer step.
         on_before_step: Called before every optimizer step; a subclass that calls ``super().step()`` makes two, one in the other.
+        on_forward: Called before every forward.
         on_train_forward: Called before every forward in train mode, which may write buffers (a batch norm's statistics
             change without a version counter telling).
     """
@@ -226,6 +227,7 @@ class Guard:
     on_step: Callable[[], None]
     on_train_forward: Callable[[], None] = lambda: None
     on_before_step: Callable[[], None] = lambda: None
+    on_forward: Callable[[], None] = lambda: None
     paused: int = 0
     _is_in_forward: bool = False
     """Whether a guarded forward is running, whose output stands for those of its submodules."""
@@ -320,6 +322,7 @@ class Guard:
         if torch.compiler.is_compiling():
             return
         self._is_in_forward = True
+        self.on_forward()
         if module.training:
             self.on_train_forward()
 

@@ -22,6 +22,7 @@ from rl_session.offload.guard import AwayNote, Explain, hide, reveal
 from rl_session.offload.inventory import Found, Inventory, Sources, scan
 from rl_session.offload.tensors import library_access
 from rl_session.offload.unit import Unit
+from rl_session.offload.watch import Watch
 from rl_session.planning import StorageFacts
 
 __all__ = ["Explain", "Ledger", "Snapshot"]
@@ -65,6 +66,7 @@ class Ledger:
         self.device = device
         self.explain = explain
         self.stamps = GradientStamps()
+        self.watch = Watch(self)
         self.placement = Placement({})
         """Where each component is, as of the last look or move."""
         self.nbytes: dict[str, dict[Tier, int]] = {}
@@ -83,6 +85,8 @@ class Ledger:
         with library_access():
             self.device.adopt([found.storage for found in inventory.storages.values() if self._match(found)])
             units = self._forget_vanished(inventory)
+            self._meet_partners(units)
+            self.watch.look(inventory, units)
             return self.look(inventory, units)
 
     def _match(self, found: Found) -> bool:
@@ -141,6 +145,11 @@ class Ledger:
                 continue
             self.forget(record)
         return mine
+
+    def _meet_partners(self, units: dict[int, Unit]) -> None:
+        for unit in units.values():
+            if len(unit.needs) > 1:
+                self.watch.meet(ledger.watch for ledger in unit.needs if isinstance(ledger, Ledger))
 
     def look(self, inventory: Inventory, units: dict[int, Unit]) -> Snapshot:
         """Say where everything is, from a scan and its records; :meth:`away` answers from the last look."""
@@ -251,6 +260,7 @@ class Ledger:
         snapshot.inventory.storages[home._cdata] = found
         snapshot.units[home._cdata] = unit
         unit.key, unit.weak = home._cdata, tensors.weak_storage(home)
+        unit.is_armed = unit.was_touched = False
         found.key = home._cdata
         self.device.units[home._cdata] = unit
         self.device.adopt([home])
@@ -281,10 +291,12 @@ class Ledger:
     def forget(self, unit: Unit) -> None:
         """Stop keeping a record; the last policy to do so gives its host buffer back."""
         del unit.needs[self]
+        unit.resters.discard(self)
         if not unit.needs:
             unit.release_host()
             del self.device.units[unit.key]
 
     def close(self) -> None:
-        """Nothing is away any more."""
+        """Nothing is away any more, and nothing is watched."""
         self._away = {}
+        self.watch.close()

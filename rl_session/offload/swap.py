@@ -72,6 +72,9 @@ def replaced(
         _check_same(engine, named, contents)
         engine.shards.reshard()  # what is gathered now would outlive the weights it was gathered from
         units = list(named.values())
+        for unit in units:  # of a policy at rest that shares it: what we write here is no touch
+            unit.look_at_barrier()
+            unit.lower_barrier()
         saved = _save(engine, snapshot, units)
         try:
             engine.device.copy_in(
@@ -90,6 +93,8 @@ def replaced(
                 unit.host_valid = unit.host_valid and stays_valid
                 if unit.tier is Tier.HOST:  # where FSDP keeps it on the host, its own storage has the bytes
                     unit.release_host()
+                if unit.resters:
+                    engine.watch.cover(unit)
 
 
 def _units(snapshot: Snapshot, components: Sequence[str]) -> dict[str, Unit]:

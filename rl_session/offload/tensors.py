@@ -19,6 +19,7 @@ __all__ = [
     "AWAY_TYPES",
     "byte_alias",
     "check_supported",
+    "find_storage",
     "fresh_view",
     "library_access",
     "local_nbytes",
@@ -53,6 +54,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 def weak_storage(storage: torch.UntypedStorage) -> StorageWeakRef:
     """A weak reference that also keeps the identity (``_cdata``) from being reused."""
     return StorageWeakRef(storage)
+
+
+def find_storage(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, or None when it is gone."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return storage
 
 
 def byte_alias(storage: torch.UntypedStorage) -> Tensor:

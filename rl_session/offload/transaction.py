@@ -95,9 +95,12 @@ class Transaction:
             self.device.copy_out([(storages[index], units[index].host_bytes()) for index in group])
             self._note(todo.offloads[group[0]], time.perf_counter() - start)
         self.device.synchronize()
+        if any(unit.is_armed for unit in units):
+            self.device.drain()
         if self.verify:
             self._verify_offload(todo.offloads, units, storages)
         for unit in units:
+            unit.lower_barrier()
             unit.validate_host()
         for unit, storage, move in zip(units, storages, todo.offloads, strict=True):
             unit.storage = storage

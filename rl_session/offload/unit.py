@@ -15,9 +15,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_session.lifecycle import Tier
+from rl_session.offload import write_barrier
 from rl_session.offload.host_pool import HostBuffer, HostPool
+from rl_session.offload.tensors import byte_alias, find_storage, num_holders
 
 __all__ = ["Unit"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @attrs.define(eq=False)
@@ -41,6 +45,9 @@ class Unit:
         aliases: Known tensors over it, weakly, by ``id``.
         wrappers: DTensors around those, weakly, by ``id``; they have no bytes of their own.
         needs: The tier each engine needs it at.
+        resters: The owners that are outside every scope in a read-only mode, where anybody may write.
+        is_armed: Whether a write barrier was put up around it, and nobody found it down.
+        was_touched: Whether somebody wrote it at rest, or took a pointer to, since its bytes came to the device.
     """
 
     key: int
@@ -59,6 +66,9 @@ class Unit:
     aliases: dict[int, weakref.ref[Tensor]] = attrs.field(factory=dict)
     wrappers: dict[int, weakref.ref[Tensor]] = attrs.field(factory=dict)
     needs: dict[object, Tier] = attrs.field(factory=dict)
+    resters: set[object] = attrs.field(factory=set)
+    is_armed: bool = False
+    was_touched: bool = False
 
     def host_bytes(self) -> Tensor:
         """The host copy, a uint8 tensor; there must be one."""
@@ -86,9 +96,12 @@ class Unit:
     def is_clean(self) -> bool:
         """Whether the host copy can stand in for the device copy. Call below ``__torch_function__``.
 
-        A known tensor that was not there when the copy was made counts as a change.
+        A known tensor that was not there when the copy was made counts as a change, and at rest so does everything that
+        is not behind a write barrier that still stands.
         """
         if not self.host_valid or self.host is None:
+            return False
+        if self.resters and not self.look_at_barrier():
             return False
         return all(self.versions.get(key) == version for key, version in self.current_versions().items())
 
@@ -96,6 +109,60 @@ class Unit:
         """Declare the host copy equal to the device copy. Call below ``__torch_function__``."""
         self.host_valid = True
         self.versions = self.current_versions()
+
+    @property
+    def has_live_bytes(self) -> bool:
+        """Whether user code that touches a tensor over it reaches its bytes."""
+        return self.tier is Tier.DEVICE or (self.tier is Tier.HOST and self.host is None)
+
+    # -- the write barrier; call below ``__torch_function__`` ------------------------------------------------------
+
+    def raise_barrier(self) -> bool:
+        """Put a write barrier up; whether that was possible.
+
+        It is not around what something unknown holds too: it may be a pointer, which no barrier stops. Nor after a touch,
+        until the bytes come anew: who touched it may have kept a pointer.
+        """
+        alias = None if self.was_touched else self._alias()
+        self.is_armed = alias is not None and not self._is_held_by_others(alias) and write_barrier.put_up(alias)
+        return self.is_armed
+
+    def look_at_barrier(self) -> bool:
+        """Whether the barrier stands. Where somebody took it down, the host copy is worthless from now on."""
+        if self.is_armed:
+            alias = self._alias()
+            if alias is None or not write_barrier.is_up(alias):
+                self.is_armed, self.was_touched = False, True
+                self.host_valid = self.is_snapshot = False
+        return self.is_armed
+
+    def lower_barrier(self) -> None:
+        """Take the barrier down; what was written until now is the caller's to know."""
+        alias = self._alias() if self.is_armed else None
+        if alias is not None:
+            write_barrier.take_down(alias)
+        self.is_armed = False
+
+    def restore_barrier(self) -> None:
+        """Put the barrier up again after the library itself, reading, took it down."""
+        alias = self._alias() if self.is_armed else None
+        if alias is None or not write_barrier.put_up(alias):
+            self.is_armed = self.host_valid = False
+
+    def _alias(self) -> Tensor | None:
+        """A plain tensor that is over the storage now, or None when the storage is gone."""
+        for ref in self.aliases.values():
+            tensor = ref()
+            # A subclass might dispatch; and setting .data may have given a known tensor another storage.
+            if tensor is not None and type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == self.key:
+                return tensor
+        storage = find_storage(self.weak)
+        return None if storage is None else byte_alias(storage)
+
+    def _is_held_by_others(self, alias: Tensor) -> bool:
+        """Whether something holds the storage beside known tensors and ``alias``, which may have been made to look."""
+        over = {id(tensor) for tensor in self.live_aliases() if tensor.untyped_storage()._cdata == self.key}
+        return num_holders(alias.untyped_storage()) > len(over | {id(alias)})
 
     def floor_for(self, engine: object) -> Tier:
         """The highest tier that engines other than ``engine`` need it at."""

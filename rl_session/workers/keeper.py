@@ -116,15 +116,16 @@ class Keeper:
         """Write parameters, buffers, optimizer and scheduler state; nothing is moved. Ranks write one directory together."""
         start = time.perf_counter()
         tensors = self._named_tensors()
-        nbytes = files.save(
-            Path(path),
-            module_tensors=tensors,
-            optimizer=self.spec.optimizer,
-            param_names=self._param_names(),
-            scheduler=self.spec.scheduler,
-            read=self.engine.readable,
-            ranks=self.ranks,
-        )
+        with self.engine.watch.reading():
+            nbytes = files.save(
+                Path(path),
+                module_tensors=tensors,
+                optimizer=self.spec.optimizer,
+                param_names=self._param_names(),
+                scheduler=self.spec.scheduler,
+                read=self.engine.readable,
+                ranks=self.ranks,
+            )
         self.last_checkpoint = str(path)
         fields: dict[str, object] = {"path": str(path), "nbytes": nbytes, "seconds": time.perf_counter() - start}
         return CallResult(None, notes=(("checkpoint.saved", fields),))

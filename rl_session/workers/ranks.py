@@ -100,8 +100,6 @@ class Ranks:
             yield agreement
             agreement.rows = [agreement.mine]
             return
-        if not self._depth:
-            self._agreed = None
         self._depth += 1
         error: BaseException | None = None
         try:
@@ -110,7 +108,10 @@ class Ranks:
             error = raised
         finally:
             self._depth -= 1
-        if error is not None and error is self._agreed:
+        is_known = error is not None and error is self._agreed
+        if not self._depth:
+            self._agreed = None  # it has frames, and they have gradients
+        if error is not None and is_known:
             raise error
         agreement.rows = self._exchange(agreement.mine if error is None else (), error, attempted)
 
@@ -121,8 +122,9 @@ class Ranks:
         shown = [*numbers[:_HEAD], *[0.0] * (_HEAD - len(numbers))]
         heads = self._all_gather([float(error is not None), *shown])
         if any(head[0] for head in heads):
-            self._agreed = self._common_error(error, attempted)
-            raise self._agreed
+            common = self._common_error(error, attempted)
+            self._agreed = common if self._depth else None
+            raise common
         if len(numbers) > _HEAD:
             return self._all_gather(numbers)
         return [head[1 : 1 + len(numbers)] for head in heads]

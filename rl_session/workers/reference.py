@@ -8,11 +8,12 @@ model, with its adapters switched off. All of them give back what they found, by
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import attrs
+import torch
 from torch import nn
 
 from rl_session.errors import UnsupportedError
@@ -91,6 +92,15 @@ class CopyReference:
     def nbytes(self) -> int:
         """Bytes of the copy."""
         return sum(buffer.nbytes for buffer in self._copy.values())
+
+    def export(self) -> dict[str, bytes]:
+        """The bytes of the copy, by tensor."""
+        return {name: buffer.data.clone().numpy().tobytes() for name, buffer in self._copy.items()}
+
+    def restore(self, contents: Mapping[str, bytes]) -> None:
+        """Make the copy what another one was."""
+        for name, content in contents.items():
+            self._copy[name].data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def close(self) -> None:
         """Give the copy's buffers back."""

@@ -23,6 +23,7 @@ __all__ = [
     "Ok",
     "Reply",
     "Room",
+    "Stamp",
     "TransitionReply",
     "TransitionRequest",
 ]
@@ -37,20 +38,42 @@ class Ok:
 
 @attrs.define(slots=False)
 class Failed:
-    """The rank could not, and is where it was before; the error, and its traceback as text."""
+    """The rank could not, and is where it was before.
+
+    Attributes:
+        error: What it raised.
+        traceback: The traceback as text, where the error itself has lost it on the way.
+        placement: Where each component is now, by scan, where the rank said so.
+    """
 
     error: BaseException
     traceback: str = ""
+    placement: Placement | None = None
 
 
 @attrs.define(slots=False)
 class Lost:
-    """The rank did not answer; its state is unknown."""
+    """The rank did not answer: it died, or it was killed past its deadline. It stays lost until the group is restarted."""
 
     cause: str
 
 
 Reply = Ok | Failed | Lost
+
+
+@attrs.define(slots=False)
+class Stamp:
+    """What every call to a rank carries, so that it can be judged without asking anybody.
+
+    Attributes:
+        handle: The number of the handle that calls; 0 is the session's own.
+        epoch: The lease as that handle knows it; it grows whenever the lease goes to another handle.
+        mode: The mode that the caller judged the call by, when it does not hold the lease.
+    """
+
+    handle: int = 0
+    epoch: int = 1
+    mode: Mode | None = None
 
 
 @attrs.define(slots=False, kw_only=True)
@@ -64,6 +87,11 @@ class TransitionRequest:
         explicit: A placement no mode names (the shim's); it wins over everything.
         evict: Components that must leave in the same move, to make room for the rest.
         leaves_library: Whether the caller is outside every scope afterwards, where anything may write.
+        headroom: The most device memory that it may take, gradients to come included; a rank that needs more says how much
+            (:class:`Room`) and moves nothing. None where room was made before.
+        transition_id: Its number in the log; ranks that write records of their own put it on them.
+        scope_id: The scope it belongs to, for the same.
+        step: The session's step number, for the same.
     """
 
     mode: Mode
@@ -72,6 +100,10 @@ class TransitionRequest:
     explicit: Placement | None = None
     evict: tuple[str, ...] = ()
     leaves_library: bool = False
+    headroom: int | None = None
+    transition_id: int | None = None
+    scope_id: int | None = None
+    step: int | None = None
 
 
 @attrs.define(slots=False, kw_only=True)
@@ -114,6 +146,11 @@ class Room:
     freed: int
     reserve: int
 
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.onload - self.freed + self.reserve
+
 
 @attrs.define(slots=False)
 class Held:
@@ -150,6 +187,8 @@ class CallResult:
     value: object
     changed: tuple[Changed, ...] = ()
     notes: tuple[tuple[str, dict[str, object]], ...] = ()
+    device_bytes: int = 0
+    """Bytes of all participants on the device afterwards, where another process has to be told."""
 
 
 @attrs.define(slots=False, kw_only=True)
@@ -160,6 +199,9 @@ class Description:
     placement: Placement
     nbytes: dict[str, int]
     notices: tuple[Notice, ...]
+    device_capacity: int | None = None
+    device_free: int | None = None
+    device_bytes: int = 0
     moved: tuple[dict[str, Any], ...] = ()
     """Fields of ``component.moved`` records: what attaching itself copied (a reference kept on the host)."""
 

@@ -13,19 +13,20 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from rl_session.errors import FaultedError, OpenStepError, UnsupportedError
+from rl_session.errors import FaultedError, OpenStepError, TransitionError, UnsupportedError
 from rl_session.lifecycle import MODE_TABLE, Cell, Component, Facts, Flags, Mode, Placement, Tier, resolve, restore
 from rl_session.offload.device import Device
-from rl_session.offload.engine import Engine, Notice, Snapshot
+from rl_session.offload.engine import Engine, MoveReport, Notice, Snapshot
 from rl_session.offload.guard import Explain, Guard
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
+from rl_session.offload.watch import Stance
 from rl_session.workers import compute
 from rl_session.workers.batch import Batch, check_batch, num_micro_batches, positive, size, to_device
 from rl_session.workers.keeper import Keeper
 from rl_session.workers.parallel import check_wrappers
 from rl_session.workers.ranks import Ranks, ranks_of
-from rl_session.workers.reference import Reference, Swap, make_reference
+from rl_session.workers.reference import CopyReference, Reference, Swap, make_reference
 from rl_session.workers.replies import CallResult, Description, Held, Room, TransitionReply, TransitionRequest
 from rl_session.workers.sampling import SamplingParams, sample
 from rl_session.workers.shares import Share, own_share
@@ -67,6 +68,11 @@ class Worker:
             ranks=self.ranks,
         )
         self._mode = Mode.RESIDENT
+        self._undo: tuple[Mode, Placement] | None = None
+        self.is_private = False
+        """Whether nothing but calls of this object reaches the model, so that between two of them nothing changes."""
+        self._still: tuple[Snapshot, Placement] | None = None
+        """The last look, and the placement that it was found to agree with; None once something may have changed."""
         self._reference: Reference | None = None
         self._buffers_written = False
         self._trainer = Trainer(spec, self.engine, self.forward)
@@ -76,7 +82,8 @@ class Worker:
             on_load=self._loaded,
             on_step=self._stepped,
             on_train_forward=self._forwarded_in_train,
-            on_before_step=self._trainer.step_begins,
+            on_before_step=self._step_begins,
+            on_forward=self._caller_works,
         )
         self._keeper = Keeper(spec, self.engine, self._guard, self._trainer)
         self._first = self.engine.refresh(deep=True)
@@ -87,6 +94,33 @@ class Worker:
         self.state_dict = self._keeper.state_dict
         self.weights, self.weight_sizes = self._keeper.weights, self._keeper.weight_sizes
         self.save_checkpoint, self.load_checkpoint = self._keeper.save_checkpoint, self._keeper.load_checkpoint
+
+    def touched(self) -> None:
+        """A call begins after which the model may be another: what was seen of it counts no more."""
+        self._still = None
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that the last transition led to."""
+        return self._mode
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """What was saved or loaded last."""
+        return self._keeper.last_checkpoint
+
+    def note_checkpoint(self, path: str | None) -> None:
+        """Another rank has written a checkpoint that holds for this one too."""
+        self._keeper.last_checkpoint = path
+
+    def export_reference(self) -> dict[str, bytes] | None:
+        """The copied reference, by tensor; None where there is none."""
+        return self._reference.export() if isinstance(self._reference, CopyReference) else None
+
+    def restore_reference(self, copied: dict[str, bytes] | None) -> None:
+        """Make the copied reference what it was on another rank."""
+        if copied is not None and isinstance(self._reference, CopyReference):
+            self._reference.restore(copied)
 
     def start(self) -> Description:
         """Install the hooks and make the reference; nothing is moved.
@@ -134,8 +168,8 @@ class Worker:
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
-    def transition(self, request: TransitionRequest) -> TransitionReply:
-        """Bring every component to where ``request.mode`` wants it, all or nothing.
+    def transition(self, request: TransitionRequest) -> TransitionReply | Room:
+        """Bring every component to where ``request.mode`` wants it, all or nothing; or say what room that would take.
 
         Raises:
             OpenStepError: It would drop or move live gradients, and ``live_gradients`` is "refuse".
@@ -143,20 +177,34 @@ class Worker:
             FaultedError: It failed and could not be rolled back.
         """
         self._guard.come_first()
-        snapshot = self.engine.refresh()
-        self._distrust_buffers(snapshot)
+        still, self._still = self._still, None
+        snapshot = self.engine.refresh() if still is None else still[0]
+        self._distrust(snapshot)
         before = snapshot.placement
         target = self._target(request, snapshot)
+        if request.headroom is not None and (still is None or still[1] != target):
+            room = self._room(snapshot, target, request)
+            if room.nbytes > request.headroom:
+                return room
         live_dropped = bool(snapshot.live_gradients) and self._drops(snapshot, target)
         try:
-            report = self.engine.move(snapshot, target)
+            if still is not None and still[1] == target:
+                report = MoveReport(before, (), (), 0, ())
+            else:
+                report = self.engine.move(snapshot, target)
         except BaseException:
             if request.stored is not None or request.leaves_library:
-                self.engine.mark_dirty()  # the outer mode stands all the same, and may be one in which anything writes
+                self.engine.expose()  # the outer mode stands all the same, and may be one in which anything writes
             raise
+        self._undo = self._mode, before
         self._after_move(request)
         if live_dropped:
             self._trainer.step = None
+        if self.is_private and not report.moved:
+            self._still = snapshot, target
+        return self._moved(before, report, live_dropped=live_dropped)
+
+    def _moved(self, before: Placement, report: MoveReport, *, live_dropped: bool) -> TransitionReply:
         return TransitionReply(
             before=self._with_reference(before),
             placement=self._with_reference(report.placement),
@@ -168,6 +216,30 @@ class Worker:
             host_bytes=self.engine.pool.in_use_bytes,
             notices=(*report.notices, *self._hidden()),
         )
+
+    def undo(self) -> TransitionReply:
+        """Take the last transition back, because another rank could not make it.
+
+        Gradients that it dropped stay dropped: an optimizer step had consumed them, or the user said to discard them.
+
+        Raises:
+            TransitionError: There is no transition to take back.
+            DeviceMemoryError, HostMemoryError, IntegrityError, TransitionError: It failed; the transition stands.
+            FaultedError: It failed half-way.
+        """
+        if self._undo is None:
+            label, facts = self.engine.explain()
+            raise TransitionError(f"{label}: undo()", (*facts, "no transition was made since"), "policy.recover()")
+        mode, before = self._undo
+        snapshot = self.engine.refresh()
+        was = snapshot.placement
+        report = self.engine.move(snapshot, Placement({**was, **before}))
+        self._mode, self._undo = mode, None
+        # What stands again may be a mode in which anything writes, and its host copies may have been given back.
+        self.engine.expose()
+        if not MODE_TABLE[mode].read_only:
+            self.engine.forget_snapshots()
+        return self._moved(was, report, live_dropped=False)
 
     def _target(self, request: TransitionRequest, snapshot: Snapshot) -> Placement:
         facts = Facts(
@@ -215,9 +287,11 @@ class Worker:
         if not MODE_TABLE[request.mode].read_only:
             if MODE_TABLE[was].read_only:
                 self.engine.begin_snapshots()
-            self.engine.mark_dirty()
-        elif request.leaves_library:
-            self.engine.mark_dirty()  # what stays on the device may be written by anything
+            self.engine.expose()
+        elif request.leaves_library or request.mode is Mode.OFFLOADED:
+            self.engine.rest()  # the library does nothing there, and anything else may
+        else:
+            self.engine.protect()
 
     def room(self, request: TransitionRequest) -> Room:
         """What :meth:`transition` would take, without moving anything.
@@ -226,7 +300,10 @@ class Worker:
             OpenStepError: As :meth:`transition`.
         """
         snapshot = self.engine.refresh()
-        todo = self.engine.plan(snapshot, self._target(request, snapshot))
+        return self._room(snapshot, self._target(request, snapshot), request)
+
+    def _room(self, snapshot: Snapshot, target: Placement, request: TransitionRequest) -> Room:
+        todo = self.engine.plan(snapshot, target)
         reserve = self._trainer.expected_bytes() if request.mode is Mode.TRAINING else 0
         return Room(onload=todo.nbytes_onload, freed=todo.nbytes_freed, reserve=reserve)
 
@@ -243,6 +320,10 @@ class Worker:
             disposable = component == Component.GRADS and not facts.live_gradients
             held.append(Held(component, nbytes, 0 if disposable else dirty, leaves, disposable))
         return held
+
+    def weights_epoch(self) -> int:
+        """See :attr:`rl_session.offload.engine.Engine.weights_epoch`."""
+        return self.engine.weights_epoch
 
     def placement(self) -> Placement:
         """Where each component is, by scanning."""
@@ -289,8 +370,28 @@ class Worker:
     def _loaded(self) -> None:
         self.engine.forget_snapshots()
 
+    def _caller_works(self) -> None:
+        """Somebody forwards or steps; at rest that is the caller, who is in charge until the next transition.
+
+        Barriers come down at once and not one by one, under whatever kernels and threads the work has.
+        """
+        if self.engine.watch.stance is Stance.AT_REST:
+            self.engine.expose()
+
+    def _step_begins(self) -> None:
+        self._caller_works()
+        self._trainer.step_begins()
+
     def _forwarded_in_train(self) -> None:
         self._buffers_written = True
+        if any(self.engine.nbytes.get(Component.BUFFERS, {}).values()):
+            self.engine.watch.changed()
+
+    def _distrust(self, snapshot: Snapshot) -> None:
+        """Before a move: no host copy stands for what the caller could write until now."""
+        if self.engine.watch.stance is Stance.EXPOSED:
+            self.engine.mark_dirty()
+        self._distrust_buffers(snapshot)
 
     def _distrust_buffers(self, snapshot: Snapshot) -> None:
         """After a forward in train mode, in whatever mode of ours, no host copy of a buffer stands for it."""
@@ -476,6 +577,21 @@ class Worker:
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
         """Run ``hook(module)`` whenever bytes leave the device."""
         self.engine.cache_hooks.append(hook)
+
+    def end_step(self) -> CallResult:
+        """Forget the open step, if one is open, and drop every gradient: another rank lost its part of them."""
+        with self._trainer.accounted() as changed:
+            self._trainer.end_step()
+        return CallResult(None, tuple(changed))
+
+    def drop(self) -> None:
+        """Let everything go as it is: the model was built for this worker, and ends with it."""
+        self._guard.remove()
+        if self._reference is not None:
+            self._reference.close()
+        self.engine.abandon()
+        self.engine.pool.trim()
+        self.ranks.close()
 
     def detach(self) -> None:
         """Give model and optimizer back whole and take every hook off."""

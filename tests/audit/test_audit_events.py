@@ -34,7 +34,7 @@ DESIGNED_FIELDS = {
     "component.moved": {"component", "from_tier", "to_tier", "nbytes", "seconds", "elided"},
     "call.finished": {"method", "mode", "seconds", "error", "changed"},
     "guard.rejected": {"method", "mode", "needs"},
-    "weights.published": {"version", "nbytes"},
+    "weights.published": {"version", "nbytes", "engine", "skipped"},
 }
 
 SAMPLES: dict[Any, Any] = {

@@ -100,7 +100,7 @@ class Rig:
         read = self.policy._control.group.worker.engine.readable
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         tensors = [*self.model.parameters(), *self.model.buffers(), *grads, *self.state_tensors()]
-        return [read(t).detach().clone().view(torch.uint8).numpy().tobytes() for t in tensors]
+        return [read(t).detach().clone().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
 
     def flags(self) -> list[bool]:
         """The train flag of every submodule."""

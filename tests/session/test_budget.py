@@ -309,3 +309,27 @@ def test_the_choice_takes_disposable_then_old_then_clean_and_no_more_than_needed
         assert list(choose_evictions(10 * number, everything) or ()) == order[:number]
     assert choose_evictions(41, everything) is None
     assert choose_evictions(0, copy.copy(everything)) == ()
+
+
+def test_what_a_large_component_makes_room_for_stays_when_it_has_to_leave_anyway() -> None:
+    gradients = holding("old", "grads", 5, disposable=True, dirty_nbytes=0)
+    small, medium = holding("old", "params", 10), holding("old", "ema", 20)
+    large = holding("old", "optimizer", 60)
+    everything = [gradients, small, medium, large]
+    assert choose_evictions(30, everything) == (gradients, small, medium)
+    assert choose_evictions(40, everything) == (gradients, large)
+    assert choose_evictions(66, everything) == (gradients, small, large)
+    assert choose_evictions(80, everything) == (gradients, medium, large)
+    assert choose_evictions(95, everything) == (gradients, small, medium, large)
+
+
+def test_weights_stay_where_the_optimizer_alone_makes_room(start: Callable[..., rs.Session]) -> None:
+    device = EmulatedDevice(4 * ONE)
+    session = start(release="lazy")
+    a = join(session, device, "a", 0)
+    train(a)
+    assert device.resident_bytes == 3 * ONE
+    copied_out = device.bytes_out
+    session.make_room(3 * ONE)  # the weights are the smaller, and would leave first; the moments have to leave anyway
+    assert device.bytes_out - copied_out == 2 * ONE
+    assert a.placement["params"] is rs.Tier.DEVICE

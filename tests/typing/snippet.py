@@ -46,6 +46,25 @@ def loop(policy: rs.Policy, value: rs.ValueModel, batch: dict[str, Any], loss: A
         vt.get_logprobs(batch)  # no
 
 
+def engines(policy: rs.Policy, session: rs.Session, vllm: rs.VLLMEngine, batch: dict[str, Any]) -> None:
+    handle = session.engine("vllm", vllm, device=policy.device, sleep_level=2)
+    version: int = policy.refit(handle)
+    policy.refit(vllm, bucket_nbytes=2**20)
+    print(version, handle.version, handle.state.upper())
+    with policy.generation_mode(handle) as g:
+        g.generate(batch, temperature=0.0)
+        g.state_dict()
+        g.get_logprobs(batch)  # no
+    with policy.generation_mode(vllm) as e:
+        e.generate(batch)
+    with handle.awake(tags=["weights"]) as awake:
+        awake.generate(batch)
+        awake.train(batch)  # no
+    session.engine("other", object())  # no
+    own = session.engine("own", rs.InProcessEngine(policy))
+    own.generate(batch)
+
+
 async def also(policy: rs.Policy, batch: dict[str, Any], loss: Any) -> None:
     async with policy.logprob_mode() as h:
         h.get_logprobs(batch)

@@ -1,0 +1,76 @@
+"""What a test may ask of the emulated device of a rank that lives in another process.
+
+Faults beyond those of the device itself: a process that dies, or stops answering, at an exact point of a move. Only an
+emulated device obeys. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from rl_session.errors import ConfigError
+from rl_session.offload.device import Device, EmulatedDevice, Fault
+
+__all__ = ["emulate"]
+
+_ASKED = frozenset({"bytes_in", "bytes_out", "resident_bytes", "held_bytes", "peak", "num_copies", "capacity"})
+_TOLD = frozenset({"fail", "heal", "delay", "poison"})
+_STALL_SECONDS = 3600.0
+
+
+class _Dying(Fault):
+    """A fault that ends the process, as ``kill -9`` would, when it is due."""
+
+    @property
+    def error(self) -> BaseException:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    @error.setter
+    def error(self, value: BaseException) -> None:
+        """Never raised."""
+
+
+class _Stalling(Fault):
+    """A fault that never comes to an end, when it is due."""
+
+    @property
+    def error(self) -> BaseException:
+        time.sleep(_STALL_SECONDS)
+        raise AssertionError
+
+    @error.setter
+    def error(self, value: BaseException) -> None:
+        """Never raised."""
+
+
+def emulate(device: Device, name: str, *args: Any) -> Any:
+    """Ask, tell, or set up a fault.
+
+    Args:
+        device: The device of the rank.
+        name: A counter of :class:`EmulatedDevice`; "fail", "heal", "delay" or "poison"; "pid"; "set_capacity"; or "die" or
+            "stall" with the first three arguments of "fail".
+        *args: Those of the method.
+
+    Raises:
+        ConfigError: It is no emulated device, or knows no such thing.
+    """
+    if not isinstance(device, EmulatedDevice) or name not in _ASKED | _TOLD | {"die", "stall", "set_capacity", "pid"}:
+        raise ConfigError(f"{name!r} is nothing that {device!r} can be asked", (), 'device="cpu" for an emulated one')
+    if name == "pid":
+        return os.getpid()
+    if name in _ASKED:
+        return getattr(device, name)
+    if name == "set_capacity":
+        (device.capacity,) = args
+    elif name in _TOLD:
+        getattr(device, name)(*args)
+    else:
+        operation, k, point = args
+        kind = _Dying if name == "die" else _Stalling
+        device._faults.append(kind(operation, k, point, RuntimeError()))  # noqa: SLF001 (a device of ours, for tests)
+    return None
