@@ -327,9 +327,13 @@ class Guard:
             self.on_train_forward()
 
     def _before_block(self, module: nn.Module, args: Any) -> None:
-        del module, args
-        if not self._is_in_forward:
-            self.refuse("forward()", ("params", "buffers"), "with policy.logprob_mode(): model(...)")
+        del args
+        if self._is_in_forward or torch.compiler.is_compiling():
+            return
+        self.refuse("forward()", ("params", "buffers"), "with policy.logprob_mode(): model(...)")
+        self.on_forward()
+        if module.training:
+            self.on_train_forward()
 
     def _after_forward_alone(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not self._is_in_forward:
