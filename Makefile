@@ -10,7 +10,7 @@ SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-smoke test check docs format format-check lint types imports clean
+.PHONY: help setup demo demo-smoke test loops check docs format format-check lint types imports clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ demo-smoke: $(STAMP) ## The demo, two steps
 # One thread a process: JOBS processes share the cores. torch and numpy would each start a thread a core.
 test: $(STAMP) ## Run the tests (ARGS="-k scope" is handed on; JOBS=0 for one process)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+loops: $(STAMP) ## Make the scoped loops of migration/loops from the legacy ones
+	@cp migration/loops/legacy/*.py migration/loops/scoped/
+	@$(BIN)/rl-session migrate migration/loops/scoped --write --quiet
 
 check: format-check lint types imports docs test ## Everything that must hold: format, ruff, mypy, import contracts, docs, tests
 

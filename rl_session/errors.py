@@ -4,8 +4,9 @@ r"""Every error this library raises, in one tree, with a short stable code each.
       UsageError (RuntimeError)            your call was wrong, nothing was changed
         ModeError            RLS101        the call is not legal in the mode in effect
         NestingError         RLS102 \
-        ScopeReuseError      RLS103  >     ScopeError: scopes entered, left or nested wrongly
-        ScopeOrderError      RLS104 /
+        ScopeReuseError      RLS103  \     ScopeError: scopes entered, left or nested wrongly
+        ScopeOrderError      RLS104  /
+        ShimInScopeError     RLS113 /
         OwnershipError       RLS105        another thread, task or process owns the policy
         OpenStepError        RLS106        gradients nobody consumed yet are in the way
         StepClosedError      RLS107        the train step was committed or aborted before
@@ -66,6 +67,7 @@ __all__ = [
     "ScopeError",
     "ScopeOrderError",
     "ScopeReuseError",
+    "ShimInScopeError",
     "StaleHandleError",
     "StaleWeightsError",
     "StepClosedError",
@@ -141,6 +143,12 @@ class ScopeOrderError(ScopeError):
     """A scope was left while scopes opened inside it were still open."""
 
     code = "RLS104"
+
+
+class ShimInScopeError(ScopeError):
+    """A call of the legacy API that moves bytes, while a scope is open: only one of the two can decide where they are."""
+
+    code = "RLS113"
 
 
 class OwnershipError(UsageError):

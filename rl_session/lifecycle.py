@@ -18,6 +18,7 @@ __all__ = [
     "MODE_TABLE",
     "NESTING",
     "Cell",
+    "Cells",
     "Component",
     "Facts",
     "Flags",
@@ -154,23 +155,32 @@ _TRAINS = frozenset({"train", "begin_step", "forward_backward", "commit"})
 
 
 @attrs.frozen(kw_only=True)
-class ModeRow:
-    """One row of the mode table.
+class Cells:
+    """What is asked of each component: a row of the mode table, or a placement that no mode names (a legacy call's).
 
     Attributes:
         weights: The cell of PARAMS and BUFFERS.
         grads: The cell of GRADS.
         optimizer: The cell of OPTIMIZER and of every registered extra.
         reference: The cell of REFERENCE, which the reference call itself brings in and puts back.
-        forwards: What the mode means for forwards: "train" with autograd, "eval" under no_grad, or nothing.
-        calls: The names of the calls that are legal.
-        read_only: Whether weights and optimizer state cannot change in it, so that host copies stay valid.
     """
 
     weights: Cell
     grads: Cell
     optimizer: Cell
-    reference: Cell
+    reference: Cell = Cell.AS_IS
+
+
+@attrs.frozen(kw_only=True)
+class ModeRow(Cells):
+    """One row of the mode table.
+
+    Attributes:
+        forwards: What the mode means for forwards: "train" with autograd, "eval" under no_grad, or nothing.
+        calls: The names of the calls that are legal.
+        read_only: Whether weights and optimizer state cannot change in it, so that host copies stay valid.
+    """
+
     forwards: Forwards
     calls: frozenset[str]
     read_only: bool
@@ -317,8 +327,7 @@ def scope_to_write(call: str, kind: str = "policy") -> str:
     return "inference_mode" if kind == "value" and method == "logprob_mode" else method
 
 
-def _row_cells(mode: Mode, components: Mapping[str, Tier]) -> dict[str, Cell]:
-    row = MODE_TABLE[mode]
+def _row_cells(row: Cells, components: Mapping[str, Tier]) -> dict[str, Cell]:
     named: dict[str, Cell] = {
         Component.PARAMS: row.weights,
         Component.BUFFERS: row.weights,
@@ -346,29 +355,30 @@ def _cell_tier(cell: Cell, now: Tier, flags: Flags, *, is_open: bool) -> Tier:
             return now
 
 
-def resolve(mode: Mode, facts: Facts, flags: Flags) -> Placement:
+def resolve(mode: Mode, facts: Facts, flags: Flags, cells: Cells | None = None) -> Placement:
     """The placement that entering ``mode`` asks for, with every conditional cell decided from what is there now.
 
+    ``cells`` stand in for the mode's row, for a placement that no mode names.
     A component without bytes stays at ``Tier.NONE``: nothing is created by a transition. Under ``release="lazy"`` a mode
     only brings in what it needs; under ``"never"`` it moves nothing.
     """
-    cells = _row_cells(mode, facts.placement)
+    asked = _row_cells(cells or MODE_TABLE[mode], facts.placement)
     keeps_live = facts.live_gradients and flags.live_gradients != "discard"
-    wanted = {name: _cell_tier(cell, facts.placement[name], flags, is_open=keeps_live) for name, cell in cells.items()}
+    wanted = {name: _cell_tier(cell, facts.placement[name], flags, is_open=keeps_live) for name, cell in asked.items()}
     return _permitted(wanted, facts, flags)
 
 
-def restore(mode: Mode, stored: Placement, facts: Facts, flags: Flags) -> Placement:
-    """The placement that leaving for the outer ``mode`` asks for.
+def restore(mode: Mode, stored: Placement, facts: Facts, flags: Flags, cells: Cells | None = None) -> Placement:
+    """The placement that leaving for the outer ``mode`` (or for ``cells``, at rest) asks for.
 
     Cells the table fixes come from the table; cells that depended on what was come from ``stored``, the placement of the
     outer scope (or of the resting state) when the inner one was entered. A component that had no bytes then and has now
     (optimizer state made by a first step) stays where it is.
     """
-    cells = _row_cells(mode, facts.placement)
+    asked = _row_cells(cells or MODE_TABLE[mode], facts.placement)
     keeps_live = facts.live_gradients and flags.live_gradients != "discard"
     wanted: dict[str, Tier] = {}
-    for name, cell in cells.items():
+    for name, cell in asked.items():
         now = facts.placement[name]
         if cell in (Cell.DEVICE, Cell.HOST, Cell.OPEN_TO_HOST):
             wanted[name] = _cell_tier(cell, now, flags, is_open=keeps_live)
@@ -385,7 +395,8 @@ def _permitted(wanted: dict[str, Tier], facts: Facts, flags: Flags) -> Placement
     for name, tier in wanted.items():
         now = facts.placement[name]
         owned_elsewhere = not flags.weights_move and name != Component.BUFFERS
-        absent = now is Tier.NONE and name not in facts.freed_in_place
+        # What was freed in place can come back, as zeros; there is nothing of it that the host could hold.
+        absent = now is Tier.NONE and (name not in facts.freed_in_place or tier is not Tier.DEVICE)
         is_pinned = name in flags.pinned and now is Tier.DEVICE
         if absent or owned_elsewhere or is_pinned or flags.release == "never":
             result[name] = now

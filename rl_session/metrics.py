@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rl_session.errors import ArgumentError
 
-__all__ = ["Mark", "MetricSum", "max", "mean", "min"]
+__all__ = ["Mark", "MetricSum", "each", "max", "mean", "min"]
 
-Kind = Literal["sum", "mean", "min", "max"]
+Kind = Literal["sum", "mean", "min", "max", "each"]
 Number = Tensor | float
 
 _REMEDY = 'metrics = {"kl": kl.sum(), "ratio": rs.mean(ratio, num_tokens), "ratio_max": rs.max(ratio)}: one number each'
@@ -33,7 +33,7 @@ class Mark:
     Attributes:
         kind: How it is combined.
         value: A number or a tensor of one element.
-        weight: What a mean weighs it with.
+        weight: What a mean weighs it with; of "each", whether it is a share of a sum.
     """
 
     kind: Kind
@@ -62,6 +62,16 @@ def max(x: Any) -> Mark:
     return Mark("max", x)
 
 
+def each(x: Any, *, is_share: bool = True) -> Mark:
+    """Mark a metric of which every micro-batch's value is kept, in a list over micro-batches and ranks.
+
+    Args:
+        x: A number or a tensor of one element; anything else is kept as it is.
+        is_share: Whether it is a share of a sum, which a commit that counted afterwards divides as it does the loss.
+    """
+    return Mark("each", x, is_share)
+
+
 @attrs.define(slots=False)
 class _Entry:
     """One metric so far. For a mean ``total`` is the weighted sum."""
@@ -79,20 +89,26 @@ class MetricSum:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._lists: dict[str, list[tuple[Any, bool]]] = {}
+        """Of metrics marked "each": values, and whether they are shares of a sum."""
 
     def __repr__(self) -> str:
-        return f"MetricSum({', '.join(f'{name}: {entry.kind}' for name, entry in self._entries.items())})"
+        kinds = [f"{name}: {entry.kind}" for name, entry in self._entries.items()]
+        return f"MetricSum({', '.join([*kinds, *(f'{name}: each' for name in self._lists)])})"
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Take in what one micro-batch reported. All of it or, on an error, nothing.
 
         Args:
-            metrics: Names to numbers, tensors of one element, or marks (:func:`mean`, :func:`min`, :func:`max`).
+            metrics: Names to numbers, tensors of one element, or marks (:func:`mean`, :func:`min`, :func:`max`,
+                :func:`each`).
 
         Raises:
             ArgumentError: A value is no number, or a name was summed before and is marked now.
         """
-        self._combine({str(name): _entry(str(name), value) for name, value in metrics.items()})
+        lists = {str(name): value for name, value in metrics.items() if _is_each(value)}
+        entries = {str(name): _entry(str(name), value) for name, value in metrics.items() if not _is_each(value)}
+        self._combine(entries, {name: [(_detached(mark.value), bool(mark.weight))] for name, mark in lists.items()})
 
     def merge(self, other: MetricSum) -> None:
         """Take in everything another rank, or another step, has summed up.
@@ -100,11 +116,13 @@ class MetricSum:
         Raises:
             ArgumentError: A name is combined differently there.
         """
-        self._combine(other._entries)
+        self._combine(other._entries, other._lists)
 
     def scaled(self, factor: float) -> MetricSum:
-        """A copy with the sums multiplied by ``factor``; means, minima and maxima stay as they are."""
+        """A copy with the sums, and shares of them, multiplied by ``factor``; means, minima and maxima stay as they are."""
         result = MetricSum()
+        for name, values in self._lists.items():
+            result._lists[name] = [(x * factor if is_share and factor != 1 else x, is_share) for x, is_share in values]
         for name, entry in self._entries.items():
             result._entries[name] = attrs.evolve(entry, total=entry.total * (factor if entry.kind == "sum" else 1))
         return result
@@ -119,23 +137,41 @@ class MetricSum:
             for (entry, field), value in zip(there, values, strict=True):
                 setattr(entry, field, value)
 
-    def result(self) -> dict[str, float]:
-        """One plain number for each name, in the order of first appearance."""
+    def result(self) -> dict[str, Any]:
+        """One plain number for each name, in the order of first appearance; then a list for each marked "each"."""
         self.settle()
-        return {name: _value(entry) for name, entry in self._entries.items()}
+        lists = {name: [_plain(value) for value, _ in values] for name, values in self._lists.items()}
+        return {**{name: _value(entry) for name, entry in self._entries.items()}, **lists}
 
-    def _combine(self, entries: Mapping[str, _Entry]) -> None:
-        for name, entry in entries.items():
-            known = self._entries.get(name)
-            if known is not None and known.kind != entry.kind:
+    def _combine(self, entries: Mapping[str, _Entry], lists: Mapping[str, list[tuple[Any, bool]]]) -> None:
+        kinds = {**{name: entry.kind for name, entry in self._entries.items()}, **dict.fromkeys(self._lists, "each")}
+        for name, kind in (*((name, entry.kind) for name, entry in entries.items()), *((n, "each") for n in lists)):
+            if kinds.get(name, kind) != kind:
                 raise ArgumentError(
                     f"combining metric {name!r}",
-                    (f"it was a {known.kind} before and is a {entry.kind} now",),
+                    (f"it was a {kinds[name]} before and is a {kind} now",),
                     "mark a metric the same way in every micro-batch",
                 )
+        for name, values in lists.items():
+            self._lists.setdefault(name, []).extend(values)
         for name, entry in entries.items():
             known = self._entries.get(name)
             self._entries[name] = attrs.evolve(entry) if known is None else _combined(known, entry)
+
+
+def _is_each(value: Any) -> bool:
+    return isinstance(value, Mark) and value.kind == "each"
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _plain(value: Any) -> Any:
+    """A value of a list as callers get it: numbers plain, anything else on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.numel() == 1 else value.cpu()
 
 
 def _entry(name: str, value: Any) -> _Entry:

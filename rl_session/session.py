@@ -308,6 +308,7 @@ class Session:
         resting = Mode.OFFLOADED if base == "offloaded" else Mode.RESIDENT
         group = LocalGroup(worker, is_built=is_built)
         control = Control(name, kind._kind, group, self._run, flags, first, resting, where, is_built=is_built)  # noqa: SLF001
+        control.digests = spec.verify
         return self._admit(kind, control, where)
 
     def _check_new(self, label: str, name: str, base: str) -> None:

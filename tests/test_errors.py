@@ -209,7 +209,8 @@ def code_blocks(text: str, language: str) -> list[str]:
 
 
 def is_made_somewhere(name: str) -> bool:
-    sources = (path for path in (ROOT / "rl_session").rglob("*.py") if path.name != "errors.py")
+    folders = (ROOT / "rl_session", ROOT / "migration" / "rl_session_migrate")
+    sources = (path for folder in folders for path in folder.rglob("*.py") if path.name != "errors.py")
     return any(re.search(rf"\b{name}\(", path.read_text(encoding="utf-8")) for path in sources)
 
 

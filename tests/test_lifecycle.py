@@ -15,6 +15,8 @@ from rl_session.lifecycle import (
     CALL_NEEDS,
     MODE_TABLE,
     NESTING,
+    Cell,
+    Cells,
     Component,
     Facts,
     Flags,
@@ -284,3 +286,36 @@ def test_a_placement_compares_by_where_bytes_are_and_names_without_bytes_are_as_
     assert Placement({})["anything"] is N
     assert Placement({Component.PARAMS: D}).as_text() == {"params": "device"}
     assert "params=device" in repr(Placement({"params": D}))
+
+
+# -- placements that no mode names ------------------------------------------------------------------------------------------
+
+PARK = Cells(weights=Cell.HOST, grads=Cell.AS_IS, optimizer=Cell.AS_IS)
+
+
+def test_cells_stand_in_for_the_row_of_a_mode_on_the_way_in_and_back() -> None:
+    there = Placement({"params": D, "buffers": D, "grads": D, "optimizer": D, "ema": D})
+    parked = resolve(Mode.OFFLOADED, Facts(placement=there), Flags(), PARK)
+    assert parked == Placement({"params": H, "buffers": H, "grads": D, "optimizer": D, "ema": D})
+    away = Placement(dict.fromkeys(parked, H))
+    assert restore(Mode.OFFLOADED, parked, Facts(placement=away), Flags(), PARK) == parked
+    assert restore(Mode.OFFLOADED, parked, Facts(placement=away), Flags()) == away.evolve(grads=N)
+
+
+@given(facts=facts_of, flags=flags_of)
+def test_cells_obey_the_flags_that_rows_obey(facts: Facts, flags: Flags) -> None:
+    reached = resolve(Mode.OFFLOADED, facts, flags, PARK)
+    for name in ALL:
+        now = facts.placement[name]
+        owned_elsewhere = not flags.weights_move and name != Component.BUFFERS
+        if flags.release == "never" or owned_elsewhere or now is N:
+            assert reached[name] is now, name
+        elif flags.release == "lazy":
+            assert reached[name].height >= now.height, name
+
+
+def test_what_was_freed_in_place_comes_back_for_the_device_and_for_nothing_else() -> None:
+    freed = Facts(placement=Placement({"params": D, "grads": N}), freed_in_place=frozenset({"grads"}))
+    for cell, tier in ((Cell.DEVICE, D), (Cell.HOST, N), (Cell.AS_IS, N), (Cell.OPEN_STAYS, N)):
+        cells = Cells(weights=Cell.AS_IS, grads=cell, optimizer=Cell.AS_IS)
+        assert resolve(Mode.RESIDENT, freed, Flags(), cells)["grads"] is tier, cell

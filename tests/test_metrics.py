@@ -121,3 +121,21 @@ def test_values_on_a_device_wait_there_until_the_end() -> None:
     )
     total.add({"s": 1.0, "lo": rs.min(0.5)})
     assert total.result() == {"s": 4.0, "lo": 0.5}
+
+
+def test_a_metric_that_is_wanted_of_each_micro_batch_is_kept_in_a_list_over_micro_batches_and_ranks() -> None:
+    total = summed({"x": rs.each(1.0), "n": 1}, {"x": rs.each(torch.tensor(2.0, requires_grad=True)), "n": 1})
+    other = pickle.loads(pickle.dumps(summed({"x": rs.each(3), "names": rs.each(["a"], is_share=False)})))
+    total.merge(other)
+    assert total.result() == {"n": 2.0, "x": [1.0, 2.0, 3], "names": [["a"]]}
+    halved = total.scaled(0.5).result()
+    assert halved == {"n": 1.0, "x": [0.5, 1.0, 1.5], "names": [["a"]]}, "what is no share stays as it is"
+    assert "x: each" in repr(total)
+
+
+def test_a_name_is_either_in_a_list_or_combined() -> None:
+    total = summed({"x": rs.each(1.0), "y": 1.0})
+    for wrong in ({"x": 1.0}, {"y": rs.each(1.0)}):
+        with pytest.raises(ArgumentError, match="before and is a"):
+            total.add(wrong)
+    assert total.result() == {"y": 1.0, "x": [1.0]}

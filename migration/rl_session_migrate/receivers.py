@@ -378,7 +378,7 @@ class Receivers:
     def _call(self, node: cst.Call, function: Function) -> _Found:
         name = callee(node)
         positional, _, _ = arguments(node)
-        if name == "scopes" and positional and self._is_ours(node.func, function):
+        if positional and self.library_name(node.func, function) == "scopes":
             found = self._resolve(positional[0], function)
             if isinstance(found, Receiver):
                 return attrs.evolve(found, node=positional[0], is_scopes=True, api=Api.SCOPED)
@@ -419,6 +419,14 @@ class Receivers:
         return tenant(*known) if isinstance(known, tuple) else known
 
     # -- classes and annotations ----------------------------------------------------------------------------------
+
+    def library_name(self, func: cst.BaseExpression, function: Function) -> str:
+        """The name that something of this library has there, whatever it was imported as; "" for everything else."""
+        if not self._is_ours(func, function):
+            return ""
+        path = dotted(func) or ""
+        full = self.outline.imports.get(path, path)
+        return full.rpartition(".")[2]
 
     def _is_ours(self, func: cst.BaseExpression, function: Function) -> bool:
         """Whether what is called comes from this library, as far as the imports say."""

@@ -541,6 +541,27 @@ def _scoped_rules() -> Iterable[Rule]:
                 says="works on the open train step",
                 api=Api.SCOPED,
             )
+    for tenant in (Tenant.POLICY, Tenant.VALUE, Tenant.ENGINE):
+        yield Rule(
+            method="forget",
+            tenant=tenant,
+            kind=Kind.STATE,
+            says="believes nothing of where the bytes are",
+            api=Api.SCOPED,
+        )
+    for method, mode, says in (
+        ("wake", Mode.GENERATION, "wakes the engine until it is put to sleep"),
+        ("sleep", Mode.OFFLOADED, "puts the engine to sleep"),
+    ):
+        yield Rule(method=method, tenant=Tenant.ENGINE, kind=Kind.SWITCH, mode=mode, says=says, api=Api.SCOPED)
+    yield Rule(
+        method="legacy_refit",
+        tenant=Tenant.POLICY,
+        kind=Kind.REFIT,
+        says="makes a block around a helper that makes the legacy calls of a refit itself",
+        num_args=1,
+        api=Api.SCOPED,
+    )
     yield Rule(
         method="refit",
         tenant=Tenant.POLICY,

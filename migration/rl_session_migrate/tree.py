@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 import libcst as cst
+from libcst import BatchableCSTVisitor
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
 __all__ = ["Position", "Source", "arguments", "callee", "children", "code", "dotted", "is_string", "parse", "walk"]
@@ -97,6 +99,14 @@ class Source:
         return Position((end.line, end.column + 1))
 
 
+class _Wrapper(MetadataWrapper):
+    """Resolving positions ends with a walk for providers that share one; there are none, and it takes a fifth of the time."""
+
+    def visit_batched(self, visitors: Iterable[BatchableCSTVisitor], *args: Any, **kwargs: Any) -> cst.CSTNode:
+        listed = list(visitors)
+        return super().visit_batched(listed, *args, **kwargs) if listed else self.module
+
+
 def parse(text: str | bytes, path: str | Path = "<string>") -> Source:
     """Parse a module.
 
@@ -109,7 +119,7 @@ def parse(text: str | bytes, path: str | Path = "<string>") -> Source:
         UnicodeDecodeError: The bytes are not in the encoding they claim.
     """
     # The tree is ours alone, so the wrapper need not copy it.
-    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+    wrapper = _Wrapper(cst.parse_module(text), unsafe_skip_copy=True)
     raw = text if isinstance(text, str) else text.decode(wrapper.module.encoding)
     lines = tuple(_LINE_END.split(raw))
     return Source(str(path), wrapper.module, wrapper.resolve(PositionProvider), lines)

@@ -243,12 +243,16 @@ class TransitionStarted(Event):
         from_mode: The mode in effect.
         to_mode: The mode wanted.
         reason: Why, for example ``"enter"``, ``"exit"``, ``"switch"`` or ``"make_room"``.
+        via: Who asked: ``"scope"``, ``"switch"``, ``"shim"`` (the legacy API) or ``"session"``; None where nobody said.
+        call_site: ``"file:line"`` of the user's code, where there is one.
     """
 
     event: ClassVar[str] = "transition.started"
     from_mode: str
     to_mode: str
     reason: str
+    via: str | None = None
+    call_site: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -344,6 +348,9 @@ class CallFinished(Event):
         seconds: How long it took.
         error: What it raised, or None.
         changed: Components whose bytes appeared or vanished.
+        via: ``"shim"`` where it came through the legacy API, else None.
+        call_site: ``"file:line"`` of the user's code, where there is one.
+        digest: Of the tensors in the result, with ``verify="checksum"``: equal results have equal digests.
     """
 
     event: ClassVar[str] = "call.finished"
@@ -352,6 +359,9 @@ class CallFinished(Event):
     seconds: float
     error: str | None = None
     changed: tuple[Change, ...] = attrs.field(default=(), converter=_changes)
+    via: str | None = None
+    call_site: str | None = None
+    digest: str | None = None
 
 
 @attrs.frozen(kw_only=True)

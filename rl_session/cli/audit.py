@@ -164,23 +164,31 @@ def check(
     epilog=_examples(
         "diff before.jsonl after.jsonl",
         "diff before.jsonl after.jsonl --bytes --json",
+        "diff legacy.jsonl scoped.jsonl --migrated",
     )
 )
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="The log of one run. - reads standard input.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The log of another.")],
     with_bytes: Annotated[bool, typer.Option("--bytes", help="Also fail where other numbers of bytes moved.")] = False,
+    migrated: Annotated[
+        bool, typer.Option("--migrated", help="A is a legacy loop, B the same loop in scopes: moves may differ.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Compare two runs, and show where they part.
 
     Counts, transitions, bytes and seconds, and the first record that differs. Time is shown and never counts as a
-    difference: it is the machine's.
+    difference: it is the machine's. With --migrated only what was computed counts (calls, modes, weights, results), and what
+    was on the device at a wake and at most.
 
     Exit status: 0 both did the same in the same order, 1 they did not, 2 one is not an audit log.
     """
     from rl_session.audit.diff import diff as compare
 
+    if migrated:
+        _prove(a, b, as_json=as_json)
+        return
     with _reading(a) as first, _reading(b) as second:
         result = compare(first.dicts(), second.dicts())
         if as_json:
@@ -190,6 +198,19 @@ def diff(
 
             print_diff(result, a, b)
     if not result.is_same_shape or (with_bytes and result.bytes_differ):
+        raise typer.Exit(1)
+
+
+def _prove(legacy: str, scoped: str, *, as_json: bool) -> None:
+    from rl_session_migrate.proof import verify
+
+    with _reading(legacy) as first, _reading(scoped) as second:
+        report = verify(first, second)
+    if as_json:
+        _write_json(report.to_json())
+    else:
+        typer.echo(str(report))
+    if not report.equal:
         raise typer.Exit(1)
 
 

@@ -65,7 +65,8 @@ def refuse_beside_policies(engine: EngineControl, spelling: str, call_site: str)
 def quiet_engines(control: Control, row: Mode, reason: str) -> None:
     """Put idle engines to sleep before a policy on their device goes where its weights are needed.
 
-    Those that release eagerly, and those whose sleep is pending; what another thread is at work on is left to the arbiter.
+    Those that release eagerly, and those whose sleep is pending; what another thread is at work on, and what a legacy call woke,
+    is left to the arbiter.
 
     Raises:
         EngineError: An engine would not sleep; the policy has not moved.
@@ -75,7 +76,8 @@ def quiet_engines(control: Control, row: Mode, reason: str) -> None:
     for engine in _colocated(control):
         if engine.lock.acquire(blocking=False):
             try:
-                if engine.is_idle and (engine.release == "eager" or engine.pending):
+                eager = engine.release == "eager" and not engine.rests
+                if engine.is_idle and (eager or engine.pending):
                     engine.put_to_sleep(f"{control.label}: {reason}")
             finally:
                 engine.lock.release()

@@ -18,6 +18,7 @@ import attrs
 
 from rl_session.audit import events
 from rl_session.driver.beside import quiet_engines, refuse_beside_engine
+from rl_session.driver.callsite import Speaker, speaker
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.journal import Journal
 from rl_session.driver.lease import READS, LeaseClient
@@ -38,6 +39,8 @@ from rl_session.errors import (
 )
 from rl_session.lifecycle import (
     CALL_NEEDS,
+    Cell,
+    Cells,
     Component,
     Flags,
     Mode,
@@ -49,6 +52,7 @@ from rl_session.lifecycle import (
     scope_to_write,
 )
 from rl_session.offload.device import Device
+from rl_session.workers.digest import digest_of
 from rl_session.workers.group import WorkerGroup
 from rl_session.workers.lease import PolicyState
 from rl_session.workers.replies import (
@@ -164,7 +168,13 @@ class Control:
         self.last_move = "nothing has moved since attach"
         self.step: Any = None
         """The user's open train step, if one is open."""
-        self._explicit: Placement | None = None
+        self.digests = run.verify == "checksum"
+        """Whether records of calls carry a digest of the result."""
+        self.resting_cells: Cells | None = None
+        """What the resting placement asks of each component, where that is no mode's row (a legacy call's).
+
+        A scope of the resting mode is entered by a transition then: its own row may want something else.
+        """
         self._pending_release = False
         self._calls = 0
         self._moving = ""
@@ -290,7 +300,7 @@ class Control:
             row=self.row,
             resting_mode=self.resting_mode,
             resting=self.resting,
-            explicit=self._explicit,
+            resting_cells=self.resting_cells,
             pending_release=self._pending_release,
             fault=self.fault,
             flags=self.flags,
@@ -305,7 +315,7 @@ class Control:
             return
         self.mode, self.row = state.mode, state.row
         self.resting_mode, self.resting = state.resting_mode, state.resting
-        self._explicit, self._pending_release = state.explicit, state.pending_release
+        self.resting_cells, self._pending_release = state.resting_cells, state.pending_release
         self.fault, self.flags, self.closed = state.fault, state.flags, state.closed
         self.last_move, self.ranks.last_checkpoint = state.last_move, state.last_checkpoint
 
@@ -455,9 +465,10 @@ class Control:
         self._retry_release(spelling)
         scope_id = self.run.next_scope_id()
         placement = self.frames[-1].placement if self.frames else self.resting
-        moves = mode is not self.mode or row is not self.row
+        moves = mode is not self.mode or row is not self.row or (self.resting_cells is not None and not self.frames)
         if moves:
-            reply = self._transition(mode, f"entering {spelling} at {call_site}", scope_id=scope_id, row=row)
+            reason, said = f"entering {spelling} at {call_site}", Speaker("scope", call_site)
+            reply = self._transition(mode, reason, scope_id=scope_id, row=row, said=said)
             placement = reply.placement
             if not self.frames:
                 self.resting = reply.before
@@ -547,7 +558,8 @@ class Control:
 
     def _leave_row(self, frame: Frame) -> None:
         outer_mode, outer_row = self._outside()
-        if (self.mode is not outer_mode or self.row is not outer_row) and self.fault is None:
+        parked = self.resting_cells is not None and not self.frames and frame.moved
+        if (self.mode is not outer_mode or self.row is not outer_row or parked) and self.fault is None:
             self._go_outside(outer_mode, f"leaving {frame.describe()}", frame.scope_id)
 
     def _outside(self) -> tuple[Mode, Mode]:
@@ -560,13 +572,11 @@ class Control:
         A release that failed is pending: what moves next tries it again.
         """
         stored = self.frames[-1].placement if self.frames else self.resting
-        explicit = None if self.frames else self._explicit
+        cells = None if self.frames else self.resting_cells
         _, row = self._outside()
         rests = not self.frames
         try:
-            self._transition(
-                outer_mode, reason, scope_id=scope_id, stored=stored, explicit=explicit, row=row, rests=rests
-            )
+            self._transition(outer_mode, reason, scope_id=scope_id, stored=stored, cells=cells, row=row, rests=rests)
         except BaseException:
             if self.fault is None:
                 self._pending_release = True
@@ -582,31 +592,45 @@ class Control:
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def switch(
-        self, mode: Mode, spelling: str, call_site: str, *, evict: bool = False, explicit: Placement | None = None
-    ) -> None:
+        self, mode: Mode, spelling: str, call_site: str, *, evict: bool = False, cells: Cells | None = None
+    ) -> TransitionReply | None:
         """Change the resting mode.
+
+        Args:
+            mode: The mode to rest in.
+            spelling: How the user wrote it.
+            call_site: Where.
+            evict: Whether bytes leave under a lazy release too.
+            cells: What to ask of each component instead of the mode's row, now and whenever scopes end.
+
+        Returns:
+            What the transition did; None when nothing was to do.
 
         Raises:
             ScopeError: A scope is open.
             OwnershipError: Another owner is at work.
             RLSessionError: The transition failed and was rolled back; the resting mode stands.
         """
+        held = self.ownership.token
         token = self.acquire(spelling, call_site)
         try:
             with self.changing():
                 self.ready(spelling)
                 self._check_outside(spelling, call_site)
                 refuse_beside_engine(self, mode, spelling, call_site)
-                same = mode is self.mode is self.resting_mode and explicit is None is self._explicit
+                same = mode is self.mode is self.resting_mode and cells is None is self.resting_cells
                 if same and not self._pending_release and not evict:
-                    return
+                    return None
                 lazy = evict and self.flags.release == "lazy"
                 flags = attrs.evolve(self.flags, release="eager") if lazy else self.flags
                 reason = f"{spelling} at {call_site}"
-                reply = self._transition(mode, reason, scope_id=None, explicit=explicit, flags=flags, rests=True)
-                self.resting, self.resting_mode, self._explicit = reply.placement, mode, explicit
+                said = speaker() or Speaker("switch", call_site)
+                reply = self._transition(mode, reason, scope_id=None, cells=cells, flags=flags, rests=True, said=said)
+                self.resting, self.resting_mode, self.resting_cells = reply.placement, mode, cells
+                return reply
         finally:
-            self.let_go(token)
+            if token is not held:  # else whoever took it before has more to do
+                self.let_go(token)
 
     def _check_outside(self, spelling: str, call_site: str) -> None:
         if self.frames or self._calls:
@@ -625,9 +649,11 @@ class Control:
         scope_id: int | None,
         stored: Placement | None = None,
         explicit: Placement | None = None,
+        cells: Cells | None = None,
         flags: Flags | None = None,
         row: Mode | None = None,
         rests: bool = False,
+        said: Speaker | None = None,
     ) -> TransitionReply:
         """Ask every rank to go to ``mode``, or to where another ``row`` of the table puts things; all do, or none."""
         row = row or mode
@@ -635,7 +661,13 @@ class Control:
         from_mode = self.mode
         start = time.perf_counter()
         self._record(
-            events.TransitionStarted(from_mode=from_mode.value, to_mode=mode.value, reason=reason),
+            events.TransitionStarted(
+                from_mode=from_mode.value,
+                to_mode=mode.value,
+                reason=reason,
+                via=said.via if said is not None else "session" if scope_id is None else "scope",
+                call_site=said.call_site if said is not None else None,
+            ),
             scope_id=scope_id,
             transition_id=number,
         )
@@ -644,6 +676,7 @@ class Control:
             flags=flags or self.flags,
             stored=stored,
             explicit=explicit,
+            cells=cells,
             leaves_library=rests,
             transition_id=number,
             scope_id=scope_id,
@@ -651,7 +684,8 @@ class Control:
         )
         self._moving = reason
         try:
-            if self.run.engines and explicit is None:
+            comes = cells is None or cells.weights is Cell.DEVICE  # a legacy call that moves no weights crowds nobody
+            if self.run.engines and explicit is None and comes:
                 quiet_engines(self, row, reason)
             reply = self._move_within(request, reason) or self._move(request, row, reason)
         except BaseException as error:
@@ -760,7 +794,8 @@ class Control:
                 raise
             self.device.hold(self.name, result.device_bytes)
             self.journal.notes(result.notes)
-            self.journal.called(method, mode, start, None, result.changed)
+            digest = digest_of(result.value) if self.digests else None
+            self.journal.called(method, mode, start, None, result.changed, digest=digest)
             if then is not None:
                 self._record(then(result))
             return result.value
@@ -916,7 +951,7 @@ class Control:
                     "recover()",
                     scope_id=None,
                     stored=self.resting,
-                    explicit=self._explicit,
+                    cells=self.resting_cells,
                     rests=True,
                 )
             except BaseException:

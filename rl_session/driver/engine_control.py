@@ -15,6 +15,7 @@ import attrs
 
 from rl_session.audit import events
 from rl_session.driver.beside import refuse_beside_policies
+from rl_session.driver.callsite import call_site, speaker
 from rl_session.driver.engine_power import EnginePower
 from rl_session.driver.engine_weights import WHY_STALE, CountedBuckets
 from rl_session.driver.interrupts import DeferredInterrupt
@@ -31,6 +32,7 @@ from rl_session.errors import (
 )
 from rl_session.lifecycle import Mode
 from rl_session.planning import Holding
+from rl_session.workers.digest import digest_of
 
 if TYPE_CHECKING:
     from rl_session.driver.control import Control
@@ -77,6 +79,8 @@ class EngineControl(EnginePower):
         """What the user holds of it."""
         self.frames: list[EngineFrame] = []
         self.closed = ""
+        self.rests: tuple[str, ...] = ()
+        """What a legacy call woke: it stays awake after a scope, until it is told to sleep or the room is needed."""
         self.last_used = self.run.arbiter.tick()
         self.ownership = Ownership(self.label)
 
@@ -241,7 +245,7 @@ class EngineControl(EnginePower):
             inner = self.frames[at + 1 :]
             del self.frames[at:]
             try:
-                if not self.frames and self.release == "eager" and self.fault is None:
+                if not self.frames and self.release == "eager" and not self.rests and self.fault is None:
                     self.put_to_sleep(f"leaving {frame.describe()}", scope_id=frame.scope_id)
             finally:
                 if not self.frames:
@@ -251,6 +255,47 @@ class EngineControl(EnginePower):
                 f"{self.label}: {frame.describe()} was left while scopes inside it were open",
                 (f"closed first: {', '.join(f.describe() for f in reversed(inner))}",),
                 f"with engine.{frame.spelling}: ...  # `with` blocks end in the reverse order of entry",
+            )
+
+    def wake_now(self, tags: Sequence[str] | None, spelling: str, call_site: str) -> None:
+        """Wake on request, outside every scope, and stay awake; what a legacy call does. :meth:`sleep_now` undoes it.
+
+        Args:
+            tags: What must be awake besides what is; all of it by default.
+            spelling: How the user wrote it.
+            call_site: Where.
+
+        Raises:
+            ScopeError: A scope is open.
+            OwnershipError: Another owner is at work.
+            ConfigError: A tag that the engine does not have.
+            EngineError: It would not wake; it was put back to sleep.
+            DeviceMemoryError: There is no room for it.
+        """
+        token = self.acquire(spelling, call_site)
+        try:
+            with self.lock:
+                self.ready(spelling)
+                self._check_outside(spelling, call_site)
+                wanted = self.tags if tags is None else self._known(tags, spelling)
+                self._settle_pending()
+                self.last_used = self.run.arbiter.tick()
+                self.wake(wanted, f"{spelling} at {call_site}")
+                self.rests = tuple(tag for tag in self.tags if tag in (*self.rests, *wanted))
+        finally:
+            self.let_go(token)
+
+    def _check_outside(self, spelling: str, call_site: str) -> None:
+        """Refuse what is for outside every scope.
+
+        Raises:
+            ScopeError: A scope is open.
+        """
+        if self.frames:
+            raise ScopeError(
+                f"{self.label}: {spelling} at {call_site} inside {self.frames[-1].describe()}",
+                self.explain()[1],
+                f"engine.{spelling}  # after the block has ended",
             )
 
     def sleep_now(self, call_site: str) -> None:
@@ -265,12 +310,8 @@ class EngineControl(EnginePower):
         try:
             with self.lock:
                 self.ready("sleep()")
-                if self.frames:
-                    raise ScopeError(
-                        f"{self.label}: sleep() at {call_site} inside {self.frames[-1].describe()}",
-                        self.explain()[1],
-                        "engine.sleep()  # after the block has ended",
-                    )
+                self._check_outside("sleep()", call_site)
+                self.rests = ()
                 self.put_to_sleep(f"sleep() at {call_site}")
         finally:
             self.let_go(token)
@@ -324,10 +365,13 @@ class EngineControl(EnginePower):
             self._check_serves()
             self.last_used = self.run.arbiter.tick()
             self.drain.begin()
-        start = time.perf_counter()
+        start, said = time.perf_counter(), speaker()
         failure: BaseException | None = None
+        digest: str | None = None
         try:
-            return dict(self.engine.generate(batch, **kwargs))
+            result = dict(self.engine.generate(batch, **kwargs))
+            digest = digest_of(result) if self.run.verify == "checksum" else None
+            return result
         except BaseException as error:
             failure = error
             self._reraise(error, "generate()", "")
@@ -336,14 +380,20 @@ class EngineControl(EnginePower):
             seconds = time.perf_counter() - start
             self._record(
                 events.CallFinished(
-                    method="generate", mode=Mode.GENERATION.value, seconds=seconds, error=error_text(failure)
+                    method="generate",
+                    mode=Mode.GENERATION.value,
+                    seconds=seconds,
+                    error=error_text(failure),
+                    via=said.via if said is not None else None,
+                    call_site=said.call_site if said is not None else call_site(),
+                    digest=digest,
                 ),
                 scope_id=self.frames[-1].scope_id if self.frames else None,
             )
 
     def _check_serves(self) -> None:
         asleep = [tag for tag in self.tags if tag not in self._awake]
-        if not self.frames or asleep:
+        if not (self.frames or self.rests) or asleep:
             self._record(
                 events.GuardRejected(method="generate", mode=Mode.OFFLOADED.value, needs=asleep or ["awake()"])
             )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_session.audit import events
+from rl_session.driver.callsite import call_site, speaker
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import FaultedError
 from rl_session.lifecycle import Mode
@@ -108,8 +109,18 @@ class Journal:
         for name, fields in notes:
             self.write(events.EVENTS[name](**fields))
 
-    def called(self, method: str, mode: Mode, start: float, error: str | None, changed: Iterable[Changed]) -> None:
+    def called(
+        self,
+        method: str,
+        mode: Mode,
+        start: float,
+        error: str | None,
+        changed: Iterable[Changed],
+        *,
+        digest: str | None = None,
+    ) -> None:
         """A call ended, well or not; ``start`` is its ``time.perf_counter()``."""
+        said = speaker()
         self.write(
             events.CallFinished(
                 method=method,
@@ -117,5 +128,8 @@ class Journal:
                 seconds=time.perf_counter() - start,
                 error=error,
                 changed=changes(changed),
+                via=said.via if said is not None else None,
+                call_site=said.call_site if said is not None else call_site(),
+                digest=digest,
             )
         )

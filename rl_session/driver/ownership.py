@@ -67,6 +67,11 @@ class Ownership:
         self._token: Token | None = None
         self._pid = os.getpid()
 
+    @property
+    def token(self) -> Token | None:
+        """What the owner holds; None where there is none."""
+        return self._token
+
     def check_process(self, attempted: str) -> None:
         """Refuse use in a forked child.
 

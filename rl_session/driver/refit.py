@@ -58,8 +58,18 @@ def _bucket(control: Control, names: list[str]) -> dict[str, Tensor]:
     return bucket
 
 
-def refit(control: Control, engine: EngineControl, call_site: str, *, bucket_nbytes: int | None = None) -> int:
+def refit(
+    control: Control, engine: EngineControl, call_site: str, *, bucket_nbytes: int | None = None, in_place: bool = False
+) -> int:
     """Push the weights of a policy to an engine.
+
+    Args:
+        control: The policy.
+        engine: The engine.
+        call_site: Where the user asked.
+        bucket_nbytes: The most bytes in a bucket; by default from what is free.
+        in_place: Only push: the policy stays as it is, in a mode in which weights are read, and the engine is woken no further
+            than its weights. For a legacy call, which says each of these steps itself.
 
     Returns:
         The version that the engine has now.
@@ -77,7 +87,7 @@ def refit(control: Control, engine: EngineControl, call_site: str, *, bucket_nby
             with control.changing(), engine.lock:
                 control.ready("refit()")
                 engine.ready("refit()")
-                return _Refit(control, engine, call_site, bucket_nbytes).run()
+                return _Refit(control, engine, call_site, bucket_nbytes, in_place=in_place).run()
         finally:
             engine.let_go(engine_token)
     finally:
@@ -87,17 +97,20 @@ def refit(control: Control, engine: EngineControl, call_site: str, *, bucket_nby
 class _Refit:
     """One refit; the policy and the engine are ours."""
 
-    def __init__(self, control: Control, engine: EngineControl, call_site: str, bucket_nbytes: int | None) -> None:
+    def __init__(
+        self, control: Control, engine: EngineControl, call_site: str, bucket_nbytes: int | None, *, in_place: bool
+    ) -> None:
         self._control = control
         self._engine = engine
         self._call_site = call_site
         self._bucket_nbytes = bucket_nbytes
         self._reason = f"refit() of {control.label} at {call_site}"
+        self._in_place = in_place
         self._was_asleep = not engine.awake
         self._frame: Frame | None = None
         apart = engine.device is not control.device
         row = control.frames[-1].row if control.frames else control.resting_mode
-        self._keeps_engine = apart or not needs_device(row)
+        self._keeps_engine = apart or in_place or not needs_device(row)
         """Whether the engine may stay awake where the policy goes back to."""
 
     def run(self) -> int:
@@ -152,7 +165,7 @@ class _Refit:
     def _push(self) -> None:
         control, engine = self._control, self._engine
         from_host = bool(getattr(engine.engine, "accepts_host_weights", False)) and self._reads_on_host()
-        if not from_host:
+        if not from_host and not self._in_place:
             self._check_nesting()
             self._frame = control.enter(self, Mode.REFIT, "refit()", self._call_site, via="session")
         sizes = control.ask("weight_sizes")
@@ -201,7 +214,7 @@ class _Refit:
 
     def _wake_the_rest(self) -> None:
         """Leave it awake for the scope that follows; in a scope of its own, that scope has said what it needs."""
-        if self._keeps_engine and not self._engine.frames:
+        if self._keeps_engine and not self._in_place and not self._engine.frames:
             self._engine.wake(self._engine.tags, self._reason)
 
     def _put_engine_back(self) -> None:

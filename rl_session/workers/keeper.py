@@ -97,6 +97,10 @@ class Keeper:
         """Bytes of each weight, whole."""
         return {name: value.numel() * value.element_size() for name, value in self._weights().items()}
 
+    def weight_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each weight; no byte is read."""
+        return {name: (tuple(value.shape), value.dtype) for name, value in self._weights().items()}
+
     def _named_tensors(self) -> dict[str, Tensor]:
         module, shards = self.spec.bare, self.engine.shards
         named: dict[str, Tensor] = dict(shards.parameters(module, remove_duplicate=False))

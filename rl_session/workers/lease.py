@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from rl_session.errors import OwnershipError, RLSessionError, StaleHandleError
-from rl_session.lifecycle import Flags, Mode, Placement
+from rl_session.lifecycle import Cells, Flags, Mode, Placement
 from rl_session.workers.replies import Stamp
 
 __all__ = ["FREE", "Grant", "Lease", "PolicyState"]
@@ -32,7 +32,7 @@ class PolicyState:
         row: The row of the mode table in effect.
         resting_mode: The mode outside every scope.
         resting: The placement there.
-        explicit: A placement that no mode names, in which it rests.
+        resting_cells: What the resting placement asks of each component, where that is no mode's row.
         pending_release: Whether a way out failed and has to be made up for.
         fault: What could not be undone, if anything.
         flags: What decides placements.
@@ -45,7 +45,7 @@ class PolicyState:
     row: Mode
     resting_mode: Mode
     resting: Placement
-    explicit: Placement | None = None
+    resting_cells: Cells | None = None
     pending_release: bool = False
     fault: RLSessionError | None = None
     flags: Flags

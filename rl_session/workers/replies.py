@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from rl_session.errors import RLSessionError
-from rl_session.lifecycle import Flags, Mode, Placement, Tier
+from rl_session.lifecycle import Cells, Flags, Mode, Placement, Tier
 from rl_session.offload.reports import Notice
 from rl_session.planning import Moved
 
@@ -84,7 +84,8 @@ class TransitionRequest:
         mode: The mode to reach.
         flags: What decides the conditional cells.
         stored: On the way out, the placement of the outer scope; None on the way in.
-        explicit: A placement no mode names (the shim's); it wins over everything.
+        explicit: Tiers for components, whatever the mode says; it wins over everything.
+        cells: What is asked of each component instead of the mode's row: a legacy call's placement.
         evict: Components that must leave in the same move, to make room for the rest.
         leaves_library: Whether the caller is outside every scope afterwards, where anything may write.
         headroom: The most device memory that it may take, gradients to come included; a rank that needs more says how much
@@ -98,6 +99,7 @@ class TransitionRequest:
     flags: Flags
     stored: Placement | None = None
     explicit: Placement | None = None
+    cells: Cells | None = None
     evict: tuple[str, ...] = ()
     leaves_library: bool = False
     headroom: int | None = None

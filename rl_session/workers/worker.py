@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from rl_session.errors import FaultedError, OpenStepError, TransitionError, UnsupportedError
-from rl_session.lifecycle import MODE_TABLE, Cell, Component, Facts, Flags, Mode, Placement, Tier, resolve, restore
+from rl_session.lifecycle import (
+    MODE_TABLE,
+    Cell,
+    Cells,
+    Component,
+    Facts,
+    Flags,
+    Mode,
+    Placement,
+    Tier,
+    resolve,
+    restore,
+)
 from rl_session.offload.device import Device
 from rl_session.offload.engine import Engine, MoveReport, Notice, Snapshot
 from rl_session.offload.guard import Explain, Guard
@@ -75,6 +88,8 @@ class Worker:
         """The last look, and the placement that it was found to agree with; None once something may have changed."""
         self._reference: Reference | None = None
         self._buffers_written = False
+        self._frozen: list[nn.Module] = []
+        """Submodules that were in eval under a root in train, when a legacy call put all of it in eval."""
         self._trainer = Trainer(spec, self.engine, self.forward)
         self._guard = Guard(
             self.engine.away,
@@ -93,6 +108,7 @@ class Worker:
         self.abort, self.has_open_step = self._trainer.abort, self._trainer.has_open_step
         self.state_dict = self._keeper.state_dict
         self.weights, self.weight_sizes = self._keeper.weights, self._keeper.weight_sizes
+        self.weight_info = self._keeper.weight_info
         self.save_checkpoint, self.load_checkpoint = self._keeper.save_checkpoint, self._keeper.load_checkpoint
 
     def touched(self) -> None:
@@ -242,6 +258,8 @@ class Worker:
         return self._moved(was, report, live_dropped=False)
 
     def _target(self, request: TransitionRequest, snapshot: Snapshot) -> Placement:
+        if request.cells is not None:
+            self._let_zeros_go(snapshot)
         facts = Facts(
             placement=snapshot.placement,
             live_gradients=bool(snapshot.live_gradients),
@@ -257,10 +275,10 @@ class Worker:
         if request.explicit is not None:
             return self._without_consumed(facts, Placement({**facts.placement, **request.explicit}))
         if facts.live_gradients and request.flags.live_gradients == "refuse":
-            self._refuse_open_step(request.mode)
+            self._refuse_open_step(request.mode, request.cells or MODE_TABLE[request.mode])
         if request.stored is not None:
-            return restore(request.mode, request.stored, facts, request.flags)
-        return resolve(request.mode, facts, request.flags)
+            return restore(request.mode, request.stored, facts, request.flags, request.cells)
+        return resolve(request.mode, facts, request.flags, request.cells)
 
     def _without_consumed(self, facts: Facts, target: Placement) -> Placement:
         """Gradients that were consumed are dropped where live ones go to the host."""
@@ -268,8 +286,17 @@ class Worker:
             target = target.evolve(**{Component.GRADS: Tier.NONE})
         return target
 
-    def _refuse_open_step(self, mode: Mode) -> None:
-        if MODE_TABLE[mode].grads in (Cell.OPEN_STAYS, Cell.OPEN_TO_HOST):
+    def _let_zeros_go(self, snapshot: Snapshot) -> None:
+        """For a legacy call, gradients of zeros are nobody's work: a buffer that was made and never added to."""
+        if not snapshot.live_gradients or self.engine.away((Component.GRADS,)):
+            return
+        zeros = [gradient for gradient in snapshot.live_gradients if not bool(torch.any(gradient))]
+        if len(zeros) == len(snapshot.live_gradients):  # of an open step, all are kept or none
+            self.engine.stamps.consume(zeros)
+            snapshot.live_gradients.clear()
+
+    def _refuse_open_step(self, mode: Mode, row: Cells) -> None:
+        if row.grads in (Cell.OPEN_STAYS, Cell.OPEN_TO_HOST):
             label, facts = self.engine.explain()
             raise OpenStepError(
                 f"{label}: going to {mode} while gradients are live that no optimizer step has consumed",
@@ -530,6 +557,35 @@ class Worker:
         if trusting_root and self.module.training == (forwards == "train"):
             return None
         return compute.module_mode(self.module, forwards)
+
+    def hold_mode(self, mode: Literal["train", "eval"] | None) -> str:
+        """Leave every submodule in train or eval, as legacy calls do; submodules frozen in eval stay so.
+
+        Args:
+            mode: Which; None only asks.
+
+        Returns:
+            What the root is in, before.
+        """
+        was = "train" if self.module.training else "eval"
+        if mode == "eval" and was == "train":
+            self._frozen = [part for part in self.module.modules() if not part.training]
+            self.module.eval()
+        elif mode == "train" and was == "eval":
+            self.module.train()
+            for part in self._frozen:
+                part.training = False
+        return was
+
+    def away(self, components: Sequence[str]) -> list[str]:
+        """Those of ``components`` with bytes that are not on the device."""
+        self.engine.refresh()
+        return self.engine.away(components)
+
+    def learning_rate(self) -> float | None:
+        """That of the optimizer's first group; None without an optimizer."""
+        optimizer = self.spec.optimizer
+        return None if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     # -- leaving ---------------------------------------------------------------------------------------------------------
 

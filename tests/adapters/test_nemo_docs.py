@@ -30,6 +30,8 @@ def test_a_block_runs(number: int) -> None:
         "value_model": LegacyValue("megatron", gpus=gpus),
         "policy_generation": LegacyGeneration(gpus=gpus),
         "transfer": lambda: None,
+        "refit_policy_generation": lambda policy, generation, colocated: policy.offload_before_refit(),
+        "colocated": True,
         "batch": {},
         "prompts": {},
         "chunks": [1, 2],

@@ -285,8 +285,14 @@ def test_sharing_is_said_once_and_for_good_reason(session: rs.Session) -> None:
     assert (one, two) == (scopes(policy), scopes(value))
     assert one.resting_mode is rs.Mode.OFFLOADED
     assert policy.calls() == value.calls() == []
-    with pytest.raises(rs.ConfigError, match="shares its GPUs already"):
-        share(policy)
+    assert share(value) == (two,)
+    assert share(policy, value, session=session) == (one, two)
+    with pytest.raises(rs.ConfigError, match="under another release"):
+        share(policy, release="eager")
+    strangers = share(LegacyPolicy("megatron"), only := LegacyValue("megatron"))
+    with pytest.raises(rs.ConfigError, match="different others"):
+        share(policy, only)
+    del strangers
     with pytest.raises(rs.ConfigError, match="GPUs of its own"):
         share(LegacyGeneration(colocated=False))
     with pytest.raises(rs.ConfigError, match="release"):
@@ -391,7 +397,7 @@ def test_a_refit_inside_a_scope_is_refused_before_anything_moves(session: rs.Ses
     share(run.policy, run.generation, session=session)
     with scopes(run.policy).training_mode():
         run.lifecycle()
-        with pytest.raises(rs.ScopeError, match=r"refit\(\) inside training_mode"):
+        with pytest.raises(rs.ScopeError, match=r"refit\(\) at .* inside training_mode"):
             scopes(run.policy).refit(run.generation, lambda: None)
         assert run.lifecycle() == []
 

@@ -18,7 +18,7 @@ DESIGNED_FIELDS = {
     "policy.created": {"mode", "placement", "nbytes", "num_ranks"},
     "scope.entered": {"mode", "outer_mode", "depth", "via", "call_site"},
     "scope.exited": {"mode", "restored_mode", "seconds", "error"},
-    "transition.started": {"from_mode", "to_mode", "reason"},
+    "transition.started": {"from_mode", "to_mode", "reason", "via", "call_site"},
     "transition.committed": {
         "from_mode",
         "to_mode",
@@ -32,7 +32,7 @@ DESIGNED_FIELDS = {
     "transition.rolled_back": {"from_mode", "to_mode", "error"},
     "transition.failed": {"from_mode", "to_mode", "error"},
     "component.moved": {"component", "from_tier", "to_tier", "nbytes", "seconds", "elided"},
-    "call.finished": {"method", "mode", "seconds", "error", "changed"},
+    "call.finished": {"method", "mode", "seconds", "error", "changed", "via", "call_site", "digest"},
     "guard.rejected": {"method", "mode", "needs"},
     "weights.published": {"version", "nbytes", "engine", "skipped"},
 }

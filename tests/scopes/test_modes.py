@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import rl_session as rs
+from rl_session.lifecycle import Cell, Cells
 from rl_session.offload import ledger as ledger_module
 from rl_session.testing import EmulatedDevice
 
@@ -293,12 +294,15 @@ def test_a_failed_switch_leaves_the_resting_mode(make: Callable[..., Any]) -> No
 def test_a_placement_that_no_mode_names_is_rested_in_until_the_next_switch(make: Callable[..., Any]) -> None:
     """What the shim does for the legacy calls: parameters away, optimizer left where it is."""
     rig = make(base="resident")
-    parked = rs.Placement({"params": rs.Tier.HOST, "buffers": rs.Tier.HOST})
-    rig.policy._control.switch(rs.Mode.OFFLOADED, "finish_inference()", "loop.py:1", explicit=parked)
+    parked = Cells(weights=Cell.HOST, grads=Cell.AS_IS, optimizer=Cell.AS_IS)
+    rig.policy._control.switch(rs.Mode.OFFLOADED, "finish_inference()", "loop.py:1", cells=parked)
     assert rig.seen() == HOST | {"optimizer": "device"}
     with rig.policy.training_mode():
         assert rig.seen() == DEVICE | {"optimizer": "device"}
     assert rig.seen() == HOST | {"optimizer": "device"}
+    with rig.policy.offloaded():
+        assert rig.seen() == HOST | {"optimizer": "host"}
+    assert rig.seen() == HOST | {"optimizer": "device"}, "what the call left where it was comes back there"
     rig.policy.switch("offloaded")
     assert rig.seen() == HOST | {"optimizer": "host"}
 

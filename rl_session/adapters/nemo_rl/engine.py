@@ -70,6 +70,10 @@ class EngineGroup(LegacyGroup):
         """Whether it gives no memory back any more."""
         return self.is_asleep or not self.traits.colocated
 
+    def set_awake(self) -> None:
+        """Somebody else woke all of it."""
+        self._tiers = dict.fromkeys(ENGINE_COMPONENTS, Tier.DEVICE)
+
     def _set_asleep(self) -> None:
         self._tiers = {"weights": Tier.HOST, "kv_cache": Tier.NONE}
 

@@ -6,17 +6,19 @@ Each method says what it wants to :class:`rl_session.driver.control.Control`; no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, overload
 
 from rl_session.adapters.nemo_rl.calls import LegacyHandle, check, gate_of
 from rl_session.adapters.nemo_rl.engine import ENGINE_COMPONENTS, EngineGroup
 from rl_session.adapters.nemo_rl.groups import LegacyGroup, Wish
+from rl_session.adapters.nemo_rl.refitting import legacy_refitting, refitting
 from rl_session.adapters.nemo_rl.trainer import TrainerGroup
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site
 from rl_session.driver.control import Control, Frame
-from rl_session.errors import RLSessionError, ScopeError, UsageError
-from rl_session.lifecycle import Mode, Placement, Tier
+from rl_session.errors import ScopeError, UsageError
+from rl_session.lifecycle import Mode, Placement
 from rl_session.offload.device import Device
 from rl_session.scope import Scope
 
@@ -249,7 +251,17 @@ class PolicyScopes(_TrainerScopes):
         """
         return LegacyScope(self, Mode.REFIT, "refit_mode()", acquire_timeout=acquire_timeout)
 
-    def refit(self, policy_generation: object, transfer: Callable[[], T]) -> T:
+    def _weights_in(self, *, hold: bool = False) -> LegacyScope:
+        """A scope with the parameters on the device, and everything else where it is."""
+        return LegacyScope(self, Mode.LOGPROB, "refit()", Wish(keep=True), hold=hold)
+
+    @overload
+    def refit(self, policy_generation: object) -> AbstractContextManager[None]: ...
+    @overload
+    def refit(self, policy_generation: object, transfer: Callable[[], T]) -> T: ...
+    def refit(
+        self, policy_generation: object, transfer: Callable[[], T] | None = None
+    ) -> T | AbstractContextManager[None]:
         """Push the weights to an engine, in the two phases that bound the peak.
 
         Of an engine on the same GPUs (see :func:`share`): the optimizer and the gradients leave, the engine's weights wake,
@@ -259,60 +271,68 @@ class PolicyScopes(_TrainerScopes):
 
         Args:
             policy_generation: The engine's object.
-            transfer: Moves the weights, and waits for both sides together.
+            transfer: Moves the weights, and waits for both sides together. Without it a context manager comes back, and its
+                block is the transfer: ``with scopes(policy).refit(policy_generation): ...``.
 
         Returns:
-            What ``transfer`` returned.
+            What ``transfer`` returned, or the context manager.
 
         Raises:
             EngineError: A wake failed, or said False; both sides were put back.
             ScopeError: A scope of the policy is open, and the engine is on the same GPUs.
+            UsageError: ``policy_generation`` is no engine.
             RLSessionError: A legacy call failed and was undone.
         """
+        block = refitting(self, self._engine_of(policy_generation, "refit"))
+        if transfer is None:
+            return block
+        with block:
+            return transfer()
+
+    def legacy_refit(self, policy_generation: object) -> AbstractContextManager[None]:
+        """A block around a helper that makes the legacy calls of a refit itself.
+
+        For ``refit_policy_generation(...)`` of code that knows no scopes, and for ``sync_weights(...)`` of a weight
+        synchroniser. On the way in the other tenants leave and the parameters come in, which those helpers rely on; no scope is
+        open while they run. On the way out both sides are known to be where the helper's contract leaves them; after an
+        exception nothing is believed of either.
+
+        Args:
+            policy_generation: The engine's object.
+
+        Raises (on entry):
+            ScopeError: A scope of the policy or of the engine is open.
+            UsageError: ``policy_generation`` is no engine.
+            RLSessionError: A legacy call failed and was undone.
+        """
+        return legacy_refitting(self, self._engine_of(policy_generation, "legacy_refit"))
+
+    def awake(self, *, tags: Sequence[str] | None = None, acquire_timeout: float | None = None) -> Any:
+        """A block in which nothing changes: a policy that is its own generation object never slept."""
+        del tags, acquire_timeout
+        return nullcontext()
+
+    def wake(self, *, tags: Sequence[str] | None = None) -> None:
+        """Nothing, as :meth:`awake`."""
+
+    def sleep(self) -> None:
+        """Nothing, as :meth:`awake`; to free the memory of the policy write ``offload()``."""
+
+    def _engine_of(self, policy_generation: object, method: str) -> EngineScopes:
         from rl_session.adapters.nemo_rl.registry import scopes  # at call time: the registry makes these objects
 
         engine = scopes(policy_generation)
         if not isinstance(engine, EngineScopes):
             raise UsageError(
-                f"{self._control.label}: refit() of {engine!r}", (), "scopes(policy).refit(policy_generation, transfer)"
+                f"{self._control.label}: {method}() of {engine!r}", (), f"scopes(policy).{method}(policy_generation)"
             )
-        is_tenant = engine.group.sharing is not None and engine.group.sharing is self.group.sharing
-        result = self._refit_beside(engine, transfer) if is_tenant else self._refit_apart(transfer)
+        return engine
+
+    def published(self) -> None:
+        """Record that an engine has the weights of now."""
         self._version += 1
         nbytes = self.group.nbytes.get("params", 0)
         self._control.record(events.WeightsPublished(version=self._version, nbytes=nbytes))
-        return result
-
-    def _refit_beside(self, engine: EngineScopes, transfer: Callable[[], T]) -> T:
-        shares_weights = engine.group.traits.shares_weights
-        first = ("colocated_refit",) if shares_weights else ("weights",)
-        if self.open_scope():
-            raise ScopeError(
-                f"{self._control.label}: refit() inside {self._control.frames[-1].describe()}",
-                self._control.explain()[1],
-                "scopes(policy).refit(policy_generation, transfer)  # after that block has ended",
-            )
-        try:  # an engine that is awake is put to sleep by the first entry, with what it cached of the old weights
-            with self.refit_mode(), engine._awake(first, hold=True):  # noqa: SLF001
-                result = transfer()
-        except BaseException as error:
-            if not engine.group.is_asleep and engine.health == "ok":  # half of its weights may be new
-                try:
-                    engine.offload()
-                except RLSessionError as failure:
-                    error.add_note(f"and while putting the engine to sleep: {failure}")
-            raise
-        if not shares_weights:
-            with engine._awake(None, hold=True):  # noqa: SLF001 (its entry sends the policy away first)
-                pass
-        return result
-
-    def _refit_apart(self, transfer: Callable[[], T]) -> T:
-        rests_in = self.mode is Mode.RESIDENT and self.group.state.params is Tier.DEVICE
-        if rests_in or not self.group.traits.weights_move:
-            return transfer()
-        with self.refit_mode():
-            return transfer()
 
 
 class ValueScopes(_TrainerScopes):
@@ -344,10 +364,51 @@ class EngineScopes(LegacyScopes):
         """
         return self._awake(None if tags is None else tuple(tags), acquire_timeout=acquire_timeout)
 
+    def wake(self, *, tags: Sequence[str] | None = None) -> None:
+        """Wake it, and let it rest awake until :meth:`sleep`, or until another tenant's scope needs the room.
+
+        For an engine whose use, or whose end of use, no block can hold: a server, another process. Where one can, write
+        ``with scopes(policy_generation).awake(): ...``. The call is always made: who else wakes the engine or puts it to
+        sleep, in another process, is not known here.
+
+        Args:
+            tags: What to wake, such as ``["weights"]``; None for everything.
+
+        Raises:
+            EngineError: The wake raised, or said False; the engine was put to sleep.
+            ScopeError: A scope of it is open.
+            NestingError: A scope of another tenant is open.
+        """
+        group = self.group
+        self._believe_nothing()
+        group.wish = Wish(tags=_tags(tags))
+        try:
+            self._control.switch(Mode.GENERATION, "wake()", call_site(), evict=True)
+        finally:
+            group.wish = Wish()
+
+    def sleep(self) -> None:
+        """Put it to sleep now; one with GPUs of its own drops what it cached. The call is always made, as in :meth:`wake`.
+
+        Raises:
+            EngineError: It raised, or said False.
+            ScopeError: A scope of it is open.
+        """
+        self._believe_nothing()
+        self._control.switch(Mode.OFFLOADED, "sleep()", call_site(), evict=True)
+
+    def _believe_nothing(self) -> None:
+        if not self._control.frames:
+            self.group.forget()
+
     def _awake(
         self, tags: tuple[str, ...] | None, *, hold: bool = False, acquire_timeout: float | None = None
     ) -> LegacyScope:
         spelling = "awake()" if tags is None else f"awake(tags={list(tags)})"
-        tags = None if tags is not None and set(tags) == set(ENGINE_COMPONENTS) else tags
-        wish = Wish(tags=tags)
+        wish = Wish(tags=_tags(tags))
         return LegacyScope(self, Mode.GENERATION, spelling, wish, acquire_timeout=acquire_timeout, hold=hold)
+
+
+def _tags(tags: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Tags as a wish: naming everything is naming nothing."""
+    return None if tags is None or set(tags) == set(ENGINE_COMPONENTS) else tuple(tags)

@@ -252,56 +252,94 @@ def _check_repeated(
 
 
 def share(
-    *objects: Any, session: Session | None = None, release: Literal["lazy", "eager"] = "lazy"
+    *objects: Any,
+    session: Session | None = None,
+    release: Literal["lazy", "eager"] | None = None,
+    only_colocated: bool = False,
 ) -> tuple[LegacyScopes, ...]:
-    """Say that objects live on the same GPUs. Moves nothing.
+    """Say that objects live on the same GPUs. Moves nothing, and may be said again.
 
     From then on one of them is in at a time: a scope of one sends the others away first, least recently used first. Outside
     scopes they rest offloaded. Under "lazy", leaving a scope calls nothing, and what stays is evicted when another tenant's
     scope is entered; under "eager", leaving a scope releases the memory.
 
+    Objects that share already, with each other, stay as they are; others join them.
+
     Args:
         *objects: Policies, values and generation objects.
         session: As for :func:`scopes`, for objects that were not looked up before.
-        release: "lazy" or "eager".
+        release: "lazy" (default) or "eager".
+        only_colocated: Leave out what shares with nobody: None, an engine with GPUs of its own, and a second mention of the
+            same object. For a function that serves every topology.
 
     Returns:
-        The scopes of the objects, in their order.
+        The scopes of the objects that share, in their order.
 
     Raises:
-        ConfigError: An object shares with others already, or an engine has GPUs of its own.
-        ScopeError: A scope of one of them is open.
+        ConfigError: Objects share with different others already, or under another release; or an engine has GPUs of its own.
+        ScopeError: A scope of an object that is about to join is open.
     """
-    check_choice("share", "release", release, ("lazy", "eager"))
+    check_choice("share", "release", release or "lazy", ("lazy", "eager"))
+    if only_colocated:
+        objects = tuple({id(each): each for each in objects if each is not None}.values())
     made: tuple[LegacyScopes, ...] = tuple(
         scopes(each, session=session if _entry_of(each) is None else None) for each in objects
     )
-    for tenant in made:
+    if only_colocated:
+        made = tuple(each for each in made if not _has_own_gpus(each))
+    sharing = _sharing_of(made, release)
+    joining = [tenant for tenant in made if tenant.group.sharing is None]
+    for tenant in joining:
         _check_shareable(tenant)
     if len({id(tenant) for tenant in made}) < len(made):
         raise ConfigError("share(): an object was named twice", (), "share(policy, value_model, policy_generation)")
-    sharing = Sharing()
-    for tenant in made:
+    for tenant in joining:
         control = tenant._control  # noqa: SLF001 (what scopes() makes, share() configures)
-        control.flags = attrs.evolve(control.flags, release=release)
+        control.flags = attrs.evolve(control.flags, release=sharing.release)
         control.resting_mode = Mode.OFFLOADED
         sharing.join(tenant)
-    policies = [t.group for t in made if isinstance(t, PolicyScopes)]
+    _tie_weights(made)
+    return made
+
+
+def _sharing_of(made: tuple[LegacyScopes, ...], release: Literal["lazy", "eager"] | None) -> Sharing:
+    """The group that some of them are in already, or a new one.
+
+    Raises:
+        ConfigError: They are in different groups, or release otherwise.
+    """
+    there = {id(tenant.group.sharing): tenant.group.sharing for tenant in made if tenant.group.sharing is not None}
+    if len(there) > 1:
+        raise ConfigError(
+            f"share({', '.join(map(repr, made))}): they share their GPUs with different others already",
+            (),
+            "share(policy, value_model, policy_generation)  # all of them, before the loop",
+        )
+    sharing = next(iter(there.values()), None) or Sharing(release or "lazy")
+    if release is not None and release != sharing.release:
+        raise ConfigError(
+            f"share(release={release!r}): they share their GPUs already, under another release",
+            (f"release is {sharing.release!r}",),
+            f"share(policy, policy_generation, release={sharing.release!r})",
+        )
+    return sharing
+
+
+def _has_own_gpus(tenant: LegacyScopes) -> bool:
+    return isinstance(tenant, EngineScopes) and not tenant.group.traits.colocated
+
+
+def _tie_weights(made: tuple[LegacyScopes, ...]) -> None:
+    """An engine that serves the training weights knows whose they are."""
+    policies = [tenant.group for tenant in made if isinstance(tenant, PolicyScopes)]
     for tenant in made:
         if isinstance(tenant, EngineScopes) and tenant.group.traits.shares_weights and policies:
             tenant.group.policy, policies[0].engine = policies[0], tenant.group
-    return made
 
 
 def _check_shareable(tenant: LegacyScopes) -> None:
     control = tenant._control  # noqa: SLF001
-    if tenant.group.sharing is not None:
-        raise ConfigError(
-            f"share({tenant!r}): it shares its GPUs already",
-            (),
-            "share(policy, value_model, policy_generation)  # once",
-        )
-    if isinstance(tenant, EngineScopes) and not tenant.group.traits.colocated:
+    if _has_own_gpus(tenant):
         raise ConfigError(
             f"share({tenant!r}): its configuration says that it has GPUs of its own",
             ("colocated: False",),

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rl_session.errors import NestingError
 from rl_session.lifecycle import Mode
@@ -40,9 +40,14 @@ class Tenant(Protocol):
 
 
 class Sharing:
-    """Tenants of the same GPUs."""
+    """Tenants of the same GPUs.
 
-    def __init__(self) -> None:
+    Args:
+        release: "lazy" or "eager": what leaving a scope does.
+    """
+
+    def __init__(self, release: Literal["lazy", "eager"] = "lazy") -> None:
+        self.release = release
         self._tenants: list[Tenant] = []
         self._used: dict[int, int] = {}
         self._clock = itertools.count(1)

@@ -123,8 +123,8 @@ class TrainerGroup(LegacyGroup):
     def _goal(self, request: TransitionRequest, *, keep: bool) -> tuple[Goal, tuple[Notice, ...]]:
         mode, leaving = request.mode, request.stored is not None
         lazy = request.flags.release == "lazy"
-        if leaving and mode is Mode.OFFLOADED and lazy:
-            return Goal({}), ()  # nothing is called on a lazy way out
+        if self.hold or (leaving and mode is Mode.OFFLOADED and lazy):
+            return Goal({}), ()  # nothing is called on a lazy way out, nor on one that hands everything on
         if self.step_open and mode in (Mode.REFIT, Mode.OFFLOADED) and self.traits.has_grad_buffer:
             return self._with_open_step(mode, leaving=leaving)
         # train mode matters to a step only: whatever begins one sets it, what continues one relies on it.

@@ -1,0 +1,1 @@
+"""Loops that move models by hand, in the shapes that such loops really have."""

@@ -1,0 +1,193 @@
+"""Many files: rewritten in parallel, each by itself, with what one must know of another looked up on the way.
+
+A file that cannot be read or parsed is a result, never the end of the run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from enum import StrEnum
+from pathlib import Path
+
+import attrs
+import libcst as cst
+
+from rl_session_migrate.codemod.rewrite import Rewritten, could_matter, rewrite
+from rl_session_migrate.receivers import Names
+
+__all__ = ["FileResult", "FileStatus", "migrate_file", "migrate_files"]
+
+SMALL = 200_000
+"""Bytes of files with sites below which starting processes costs more than it saves."""
+
+
+class FileStatus(StrEnum):
+    """What became of a file."""
+
+    REWRITTEN = "rewritten"
+    UNCHANGED = "unchanged"
+    FAILED = "failed"
+
+
+@attrs.frozen(kw_only=True)
+class FileResult:
+    """One file after the codemod; nothing has been written yet.
+
+    Attributes:
+        path: The file.
+        status: What became of it.
+        result: Its text and its sites; None if it failed.
+        error: Why it failed.
+        num_lines: How many lines it has.
+    """
+
+    path: Path
+    status: FileStatus
+    result: Rewritten | None = None
+    error: str = ""
+    num_lines: int = 0
+
+
+def migrate_file(path: Path, *, known: Sequence[Path] = (), names: Names | None = None) -> FileResult:
+    """Rewrite one file, in memory.
+
+    Args:
+        path: The file.
+        known: The files of the run, among which imported helpers are looked up.
+        names: Extra names of tenants.
+    """
+    lookup = _Lookup(known, names)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return FileResult(path=path, status=FileStatus.FAILED, error=f"cannot be read: {error.strerror or error}")
+    num_lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
+    try:
+        result = rewrite(data, str(path), names=names, resolve=lambda name: lookup.carries(path, name))
+    except SyntaxError as error:
+        where = f"line {error.lineno}, column {error.offset}: " if error.lineno is not None else ""
+        why = f"{where}no Python: {error.msg}"
+        return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
+    except cst.ParserSyntaxError as error:
+        first = str(error.message).splitlines()[0]
+        why = f"line {error.raw_line}, column {error.raw_column + 1}: no Python: {first}"
+        return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
+    except RecursionError:
+        why = "nested too deeply"
+        return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
+    except Exception as error:  # ValueError of the compiler (null bytes) among them
+        why = f"left as it is: {type(error).__name__}: {error}"
+        return FileResult(path=path, status=FileStatus.FAILED, error=why, num_lines=num_lines)
+    status = FileStatus.REWRITTEN if result.changed else FileStatus.UNCHANGED
+    return FileResult(path=path, status=status, result=result, num_lines=num_lines)
+
+
+class _Lookup:
+    """Finds functions of other files of the run by the names they are imported under."""
+
+    def __init__(self, known: Sequence[Path], names: Names | None) -> None:
+        self._known = {path.resolve() for path in known}
+        self._names = names
+        self._carriers: dict[Path, frozenset[str]] = {}
+
+    def carries(self, importer: Path, name: str) -> bool:
+        """Whether an imported function pushes weights through refit blocks only."""
+        module, _, function = name.rpartition(".")
+        return any(function in self._carriers_of(path) for path in self._files(importer.resolve(), module))
+
+    def _files(self, importer: Path, module: str) -> Iterator[Path]:
+        stripped = module.lstrip(".")
+        tail = Path(*stripped.split(".")) if stripped else Path()
+        num_dots = len(module) - len(stripped)
+        if num_dots:
+            base = importer.parents[num_dots - 1] / tail
+            candidates = {base.with_suffix(".py"), base / "__init__.py"}
+            yield from sorted(candidates & self._known)
+            return
+        ends = (f"/{tail.as_posix()}.py", f"/{tail.as_posix()}/__init__.py")
+        yield from sorted(path for path in self._known if path.as_posix().endswith(ends))
+
+    def _carriers_of(self, path: Path) -> frozenset[str]:
+        if path not in self._carriers:
+            self._carriers[path] = frozenset()  # two files that import each other: cautious
+            try:
+                data = path.read_bytes()
+                found = rewrite(data, str(path), names=self._names, resolve=lambda name: self.carries(path, name))
+            except Exception:
+                return frozenset()
+            self._carriers[path] = found.carriers
+        return self._carriers[path]
+
+
+def migrate_files(
+    paths: Sequence[Path],
+    *,
+    names: Names | None = None,
+    jobs: int | None = None,
+    on_done: Callable[[FileResult], None] = lambda result: None,
+) -> list[FileResult]:
+    """Rewrite files, in memory.
+
+    Args:
+        paths: The files.
+        names: Extra names of tenants.
+        jobs: How many processes; by default one a core. One means none but this one.
+        on_done: Called with each result as it comes.
+
+    Returns:
+        The results in the order of ``paths``.
+    """
+    sizes = {path: _size_that_matters(path) for path in paths}
+    num_jobs = min(jobs or os.cpu_count() or 1, max(1, sum(1 for size in sizes.values() if size)))
+    is_small = jobs is None and sum(sizes.values()) < SMALL
+    results: dict[Path, FileResult] = {}
+
+    def done(result: FileResult) -> None:
+        results[result.path] = result
+        on_done(result)
+
+    if num_jobs == 1 or is_small:
+        for path in paths:
+            done(migrate_file(path, known=paths, names=names))
+    else:
+        heavy = sorted((path for path in paths if sizes[path]), key=lambda path: -sizes[path])
+        for path in paths:
+            if not sizes[path]:
+                done(migrate_file(path, known=paths, names=names))
+        _in_parallel(heavy, paths, names, num_jobs, done)
+    return [results[path] for path in paths]
+
+
+def _size_that_matters(path: Path) -> int:
+    """Bytes of a file that can have sites; 0 of any other."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return 0
+    return len(data) if could_matter(data) else 0
+
+
+def _in_parallel(
+    heavy: Sequence[Path],
+    known: Sequence[Path],
+    names: Names | None,
+    num_jobs: int,
+    done: Callable[[FileResult], None],
+) -> None:
+    # Fresh processes: a fork would copy whatever threads a progress display has.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_jobs, mp_context=context)
+    try:
+        futures: dict[Future[FileResult], Path] = {
+            pool.submit(migrate_file, path, known=tuple(known), names=names): path for path in heavy
+        }
+        for future in as_completed(futures):
+            try:
+                done(future.result())
+            except Exception as error:  # a process that died takes its file with it, not the run
+                done(FileResult(path=futures[future], status=FileStatus.FAILED, error=f"its process died: {error}"))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

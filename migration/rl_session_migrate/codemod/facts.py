@@ -1,0 +1,127 @@
+"""What all decisions about a module look up: its blocks, its legacy sites, which names may be one object, where steps stay open.
+
+Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rl_session_migrate.codemod.blocks import Block, blocks_of
+from rl_session_migrate.codemod.engines import place_in
+from rl_session_migrate.codemod.plan import CALLBACK, COROUTINES, OPEN_STEP, SHAPES
+from rl_session_migrate.codemod.program import Program
+from rl_session_migrate.codemod.scoping import covers
+from rl_session_migrate.outline import Function
+from rl_session_migrate.receivers import Identity, Receiver
+from rl_session_migrate.rules import Api, Kind, Tenant
+from rl_session_migrate.sites import Shape, Site
+from rl_session_migrate.tree import dotted
+
+__all__ = ["Facts", "is_registrable"]
+
+
+class Facts:
+    """Facts of one module."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.bodies: dict[int, Block] = {}
+        for function in program.functions:
+            body = blocks_of(program, function)
+            if body is not None:
+                self.bodies[id(function)] = body
+        self.same = _aliases(program)
+        self.sites = tuple(
+            site for site in program.module.sites if site.receiver is not None and site.shape is not Shape.REMOTE
+        )
+        self._awaited = [identity_of(s) for s in self.sites if s.shape is Shape.AWAITED and s.rule.is_lifecycle]
+        self._steps = [
+            (id(site.function), identity_of(site))
+            for site in self.sites
+            if site.rule.kind is Kind.STEP and site.rule.api is Api.LEGACY
+        ]
+
+    def body(self, function: Function) -> Block | None:
+        """The blocks of a function; a lambda has none."""
+        return self.bodies.get(id(function))
+
+    def lifecycle(self, *tenants: Tenant) -> Iterator[Site]:
+        """The legacy lifecycle sites of tenants."""
+        for site in self.sites:
+            if site.rule.is_lifecycle and site.rule.api is Api.LEGACY and site.rule.tenant in tenants:
+                yield site
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the module moves anything by hand: otherwise its computing calls are somebody else's business."""
+        legacy = any(
+            site.rule.api is Api.LEGACY and (site.rule.is_lifecycle or site.rule.kind is Kind.REFIT)
+            for site in self.sites
+        )
+        return legacy or bool(self.program.module.helpers)
+
+    def block_of(self, site: Site) -> Block | None:
+        """The block whose statement holds a site."""
+        body = self.body(site.function)
+        where = place_in(body, site.node) if body is not None else None
+        return where.block if where is not None else None
+
+    def is_covered(self, site: Site) -> bool:
+        """Whether a site stands in a scope of its own tenant already."""
+        assert site.receiver is not None
+        tenant = site.receiver.tenant
+        return covers(self.program, site.withs, site.receiver.identity, lambda receiver: receiver.tenant is tenant)
+
+    def why_manual(self, site: Site) -> str:
+        """Why a tenant cannot be put into scopes where a site stands; "" if it can."""
+        who = identity_of(site)
+        if any(self.same(who, other) for other in self._awaited):
+            return COROUTINES
+        if any(function == id(site.function) and self.same(who, other) for function, other in self._steps):
+            return OPEN_STEP
+        return ""
+
+    def why_not_replaced(self, site: Site) -> str:
+        """Why a transition cannot simply go or be replaced where it stands; "" if it can."""
+        why = self.why_manual(site)
+        if not why and site.shape is not Shape.CALL:
+            why = SHAPES.get(site.shape, "it is not simply called")
+        if not why and self.program.is_callback(site.function):
+            why = CALLBACK
+        if not why and (not site.is_statement or site.is_conditional):
+            why = "its statement does more than call it"
+        return why
+
+
+def identity_of(site: Site) -> Identity:
+    """Which object a site is about."""
+    assert site.receiver is not None
+    return site.receiver.identity
+
+
+def is_registrable(function: Function, receiver: Receiver) -> bool:
+    """Whether a function can name a tenant from its first line on: a parameter, an attribute of self, an outer name."""
+    path = dotted(receiver.node)
+    if not receiver.is_single or path is None:
+        return False
+    root = path.partition(".")[0]
+    parameters = {parameter.name for parameter in function.parameters}
+    return root in parameters or root == function.this or not function.bindings.get(root)
+
+
+def _aliases(program: Program) -> Callable[[Identity, Identity], bool]:
+    """Which identities may be one object: what a name was bound to, at some point."""
+    parent: dict[Identity, Identity] = {}
+
+    def root(identity: Identity) -> Identity:
+        while parent.get(identity, identity) != identity:
+            identity = parent[identity]
+        return identity
+
+    for function in program.functions:
+        for event in program.all_events(function):
+            for receiver in event.receivers():
+                for other in receiver.may_be:
+                    parent[root(other)] = root(receiver.identity)
+    return lambda one, other: one == other or root(one) == root(other)

@@ -1,0 +1,364 @@
+"""One module from text to text: passes until nothing changes, then the last strokes.
+
+A pass may be cautious where an earlier transition is still in the way: the next one sees it gone. The result is a fixed point.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import warnings
+from collections.abc import Callable
+from enum import StrEnum
+
+import attrs
+import libcst as cst
+
+from rl_session_migrate.codemod.decide import decide
+from rl_session_migrate.codemod.edits import apply
+from rl_session_migrate.codemod.finish import Spelling, finish
+from rl_session_migrate.codemod.imports import ADAPTER, add_import, spelling
+from rl_session_migrate.codemod.plan import Found, Plan
+from rl_session_migrate.codemod.program import Program
+from rl_session_migrate.outline import Function
+from rl_session_migrate.receivers import Names
+from rl_session_migrate.rules import Api, Kind, Tenant
+from rl_session_migrate.sites import HelperSite, Module, Shape, Site, analyse
+from rl_session_migrate.tree import children, parse
+
+__all__ = ["Outcome", "Rewritten", "Status", "could_matter", "rewrite"]
+
+MAX_PASSES = 8
+_WORDS = (
+    b"prepare_for_",
+    b"offload_before_refit",
+    b"offload_after_refit",
+    b"offload_to_cpu",
+    b"finish_inference",
+    b"finish_training",
+    b"finish_generation",
+    b"refit_policy_generation",
+    b"sync_weights",
+)
+
+
+class Status(StrEnum):
+    """What became of a site."""
+
+    REWRITTEN = "rewritten"
+    LEFT = "left"
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """One lifecycle site of the module as it was.
+
+    Attributes:
+        line: Where it stood, from 1.
+        column: Likewise.
+        tenant: "policy", "value" or "engine".
+        method: What was called or named.
+        receiver: On what.
+        function: In which function.
+        shape: How it was written.
+        status: What became of it.
+        why: What covers its effect now, or why it stays.
+        advice: What to do by hand, if it stays.
+    """
+
+    line: int
+    column: int
+    tenant: str
+    method: str
+    receiver: str
+    function: str
+    shape: str
+    status: Status = Status.LEFT
+    why: str = ""
+    advice: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Rewritten:
+    """A module after the codemod.
+
+    Attributes:
+        before: Its bytes as they were.
+        after: Its bytes now.
+        outcomes: Every lifecycle site, in the order of the source.
+        assumed: What was taken for granted, in words, with the line it concerns.
+        carriers: Functions that push weights through a refit block, or make no legacy call of it any more.
+        num_passes: How many passes it took.
+    """
+
+    before: bytes
+    after: bytes
+    outcomes: tuple[Outcome, ...] = ()
+    assumed: tuple[str, ...] = ()
+    carriers: frozenset[str] = frozenset()
+    num_passes: int = 0
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything is different."""
+        return self.before != self.after
+
+
+Resolver = Callable[[str], bool]
+"""Whether a function of another module, by its dotted name, pushes weights through scopes by itself."""
+
+
+def could_matter(data: bytes) -> bool:
+    """Whether a file can have a site at all: a fast look at its bytes."""
+    return any(word in data for word in _WORDS)
+
+
+def rewrite(
+    data: bytes, path: str = "<string>", *, names: Names | None = None, resolve: Resolver = lambda name: False
+) -> Rewritten:
+    """Rewrite a module.
+
+    Args:
+        data: Its bytes.
+        path: Shown in reports.
+        names: Extra names of tenants.
+        resolve: Asked about refit helpers that are imported.
+
+    Raises:
+        SyntaxError: It is no Python, or not in the encoding it claims.
+        libcst.ParserSyntaxError: It is no Python that can be rewritten.
+    """
+    if not could_matter(data):
+        _check_syntax(data)
+        return Rewritten(before=data, after=data)
+    bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+    _check_syntax(data)
+    worker = _Rewriter(data.removeprefix(bom), path, names, resolve)
+    worker.run()
+    after = bom + worker.data
+    if data.endswith(b"\r") and not after.endswith(b"\r"):
+        after += b"\r"  # the parser does not see a carriage return alone as the end of the last line
+    _check_syntax(after)  # what does not compile never leaves here
+    return Rewritten(
+        before=data,
+        after=after,
+        outcomes=tuple(worker.outcomes),
+        assumed=tuple(dict.fromkeys(worker.assumed)),
+        carriers=worker.carriers,
+        num_passes=worker.num_passes,
+    )
+
+
+def _check_syntax(data: bytes) -> None:
+    """Raise what the compiler has against a module.
+
+    Raises:
+        SyntaxError: It is no Python, or not in the encoding it claims.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an odd escape in somebody's string is not our business
+        ast.parse(data)
+
+
+class _Rewriter:
+    def __init__(self, data: bytes, path: str, names: Names | None, resolve: Resolver) -> None:
+        self.data = data
+        self.path = path
+        self.names = names
+        self.resolve = resolve
+        self.assumed: list[str] = []
+        self.carriers: frozenset[str] = frozenset()
+        self.num_passes = 0
+        self._imports: dict[str, str] = {}
+        self._alive: list[int] = []
+        self._found: list[Outcome] = []
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return self._found
+
+    def run(self) -> None:
+        module = analyse(parse(self.data, self.path), self.names)
+        self._imports = module.outline.imports
+        self._found = [_outcome(site) for site in _counted(module)]
+        self._alive = list(range(len(self._found)))
+        while True:
+            program = Program(module)
+            plan = decide(program, self._carries)
+            if not plan.changes or self.num_passes >= MAX_PASSES:
+                break
+            self.num_passes += 1
+            self._note(module, plan)
+            self.data = self._edited(module, plan)
+            module = analyse(parse(self.data, self.path), self.names)
+        self._note_left(module, plan)
+        self.carriers = _carriers(module)
+        self.data = self._finished(program, plan)
+
+    # -- text ----------------------------------------------------------------------------------------------------
+
+    def _edited(self, module: Module, plan: Plan) -> bytes:
+        local = spelling(module.outline, ADAPTER, "scopes")
+        spelled = _spelled(plan, local)
+        tree = apply(module.source.module, spelled, _parents(module.source.module))
+        if _speaks_scopes(spelled, local):
+            tree = add_import(tree, module.outline, ADAPTER, "scopes", local)
+        return tree.bytes
+
+    def _finished(self, program: Program, plan: Plan) -> bytes:
+        module = program.module
+        names = Spelling(spelling(module.outline, ADAPTER, "scopes"), spelling(module.outline, ADAPTER, "share"))
+        tree = finish(program, plan, _parents(module.source.module), names)
+        text = tree.bytes
+        if f"{names.share}(".encode() in text and tree is not module.source.module:
+            tree = add_import(tree, module.outline, ADAPTER, "share", names.share)
+        return tree.bytes
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _carries(self, helper: HelperSite) -> bool:
+        """Whether a helper that is imported pushes through refit blocks by itself."""
+        imported = self._imports.get(helper.helper.name)
+        return imported is not None and self.resolve(imported)
+
+    # -- outcomes ------------------------------------------------------------------------------------------------
+
+    def _note(self, module: Module, plan: Plan) -> None:
+        alive = []
+        for number, site in self._aligned(module):
+            became = _became(plan, site)
+            if became:
+                self._found[number] = attrs.evolve(self._found[number], status=Status.REWRITTEN, why=became)
+            else:
+                alive.append(number)
+        self._alive = alive
+        for site, text in plan.assumed:
+            self.assumed.append(f"{site.method} in {site.function.name or 'the module'}: {text}")
+
+    def _aligned(self, module: Module) -> list[tuple[int, Found]]:
+        """The sites of a pass beside those of the file as it was that are still there: same order, same calls."""
+        pairs: list[tuple[int, Found]] = []
+        waiting = list(self._alive)
+        for site in _counted(module):
+            same = [number for number in waiting if _is_same(self._found[number], _outcome(site))]
+            if same:
+                pairs.append((same[0], site))
+                waiting = waiting[waiting.index(same[0]) + 1 :]
+        return pairs
+
+    def _note_left(self, module: Module, plan: Plan) -> None:
+        for number, site in self._aligned(module):
+            if site in plan.covered:
+                found = attrs.evolve(self._found[number], status=Status.REWRITTEN, why=plan.covered[site])
+            else:
+                why = plan.left.get(site) or _DEFAULT.get(site.shape, "it was not understood")
+                found = attrs.evolve(self._found[number], why=why, advice=_advice(site))
+            self._found[number] = found
+
+
+_DEFAULT = {
+    Shape.STRING: "the method is named in a string",
+    Shape.VALUE: "the method is passed as a value",
+}
+
+
+def _spelled(plan: Plan, local: str) -> Plan:
+    if local == "scopes":
+        return plan
+
+    def spell(text: str) -> str:
+        return text.replace("scopes(", f"{local}(", 1)
+
+    return attrs.evolve(
+        plan,
+        runs=[attrs.evolve(run, item=spell(run.item)) for run in plan.runs],
+        replace={site: spell(text) for site, text in plan.replace.items()},
+    )
+
+
+def _speaks_scopes(plan: Plan, local: str) -> bool:
+    return any(f"{local}(" in text for text in (*(run.item for run in plan.runs), *plan.replace.values()))
+
+
+def _became(plan: Plan, site: Found) -> str:
+    if not isinstance(site, Site):
+        return ""
+    return plan.remove.get(site, "") or plan.replace.get(site, "")
+
+
+def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
+    parents: dict[cst.CSTNode, cst.CSTNode] = {}
+    stack: list[cst.CSTNode] = [module]
+    while stack:
+        here = stack.pop()
+        for child in children(here):
+            parents[child] = here
+            stack.append(child)
+    return parents
+
+
+def _counted(module: Module) -> list[Found]:
+    """The legacy lifecycle sites of a module: what the migration is about."""
+    found: list[Found] = [site for site in module.sites if _is_counted(site)]
+    found += module.helpers
+    return sorted(found, key=lambda site: site.position)
+
+
+def _is_counted(site: Site) -> bool:
+    if site.shape is Shape.REMOTE or site.rule.api is not Api.LEGACY:
+        return False
+    return site.rule.is_lifecycle or site.rule.kind is Kind.REFIT
+
+
+def _outcome(site: Found) -> Outcome:
+    is_helper = isinstance(site, HelperSite)
+    method = site.helper.name if isinstance(site, HelperSite) else site.method
+    is_push = is_helper or (isinstance(site, Site) and site.rule.kind is Kind.REFIT)
+    tenant = Tenant.ENGINE if is_push or not isinstance(site, Site) else site.rule.tenant
+    receiver = "" if not isinstance(site, Site) or site.receiver is None else str(site.receiver)
+    return Outcome(
+        line=site.position.line,
+        column=site.position.column,
+        tenant=str(tenant),
+        method=method,
+        receiver=receiver,
+        function=site.function.name or "<module>",
+        shape=str(site.shape),
+    )
+
+
+def _is_same(one: Outcome, other: Outcome) -> bool:
+    """Whether two sites are one call, in two states of a file."""
+    keys = ("tenant", "method", "receiver", "function", "shape")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
+
+
+def _is_clean(module: Module, function: Function) -> bool:
+    """Whether a function that pushes weights makes none of the calls by hand: every push in it stands in a refit block."""
+    mine = module.sites_in(function)
+    legacy = [
+        site
+        for site in mine
+        if site.rule.is_lifecycle and site.rule.api is Api.LEGACY and site.rule.kind is not Kind.NOOP
+    ]
+    blocks = [site for site in mine if site.rule.kind is Kind.REFIT and site.rule.api is Api.SCOPED]
+    return bool(blocks) and not legacy
+
+
+def _carriers(module: Module) -> frozenset[str]:
+    return frozenset(
+        function.name for function in module.outline.functions.values() if _is_clean(module, function) and function.name
+    )
+
+
+def _advice(site: Found) -> str:
+    """What to do by hand about a site that stays."""
+    if isinstance(site, HelperSite) or site.rule.kind is Kind.REFIT:
+        return "with scopes(policy).legacy_refit(policy_generation): ...  # around the call"
+    if site.rule.kind in (Kind.WAKE, Kind.SLEEP):
+        return "scopes(policy_generation).wake() and .sleep() at the same places, once who uses the engine is known"
+    if site.shape in (Shape.TO_THREAD, Shape.SUBMITTED):
+        return "open the scope where the thread runs, or `async with` it around the awaited compute call"
+    if site.shape in (Shape.VALUE, Shape.STRING):
+        return "make the call in a function of your own, and open the scope there"
+    return site.rule.write.format(str(site.receiver), "policy_generation") + "  # around what relies on it"

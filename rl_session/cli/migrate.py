@@ -1,0 +1,177 @@
+"""``rl-session migrate``: rewrites loops that move models by hand into loops with scopes.
+
+Parses arguments, shows progress and results, writes files, and turns errors into exit statuses; what is rewritten is decided in
+:mod:`rl_session_migrate.codemod`. Modules that the command needs are imported when it runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_session_migrate.codemod.batch import FileResult
+    from rl_session_migrate.codemod.report import Count, Totals
+
+__all__ = ["migrate"]
+
+MANY = 20
+"""Files from which a progress bar is worth drawing."""
+
+EPILOG = (
+    "\b\nExamples:\n"
+    "  rl-session migrate loops/                     # what would happen\n"
+    "  rl-session migrate loops/ --diff              # and how\n"
+    "  rl-session migrate loops/ --write             # do it\n"
+    "  rl-session migrate loops/ --report report.json\n"
+    "\b\nExit status: 0 done, 1 a file could not be read, parsed or written (or, with --check, something is left to do), 2 usage."
+)
+
+
+def migrate(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATHS", help="Files and folders.")],
+    write: Annotated[
+        bool, typer.Option("--write", "-w", help="Write the files; without it nothing is changed.")
+    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", "-d", help="Print the changes as a unified diff.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every site, with what became of it, as JSON.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a file would change or a site stays.")] = False,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Leave out files and folders. May be given again.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; one a core by default.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary and no progress.")] = False,
+) -> None:
+    """Rewrite loops that move models by hand into loops with scopes."""
+    from rl_session.errors import RLSessionError
+
+    try:
+        status = _run(paths, write, diff, report, check, exclude or [], jobs, quiet)
+    except RLSessionError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
+def _run(
+    paths: list[Path],
+    write: bool,
+    diff: bool,
+    report: Path | None,
+    check: bool,
+    exclude: list[str],
+    jobs: int | None,
+    quiet: bool,
+) -> int:
+    from rl_session_migrate.codemod.batch import FileStatus, migrate_files
+    from rl_session_migrate.codemod.files import discover
+    from rl_session_migrate.codemod.report import to_json, totals
+    from rl_session_migrate.codemod.settings import read_settings
+
+    settings = read_settings(paths[0])
+    files = discover(paths, (*settings.exclude, *exclude))
+    start = time.perf_counter()
+    with _progress(len(files), quiet=quiet) as advance:
+        results = migrate_files(files, names=settings.names, jobs=jobs, on_done=advance)
+    seconds = time.perf_counter() - start
+    changed = [result for result in results if result.status is FileStatus.REWRITTEN]
+    failures = [(result.path, result.error) for result in results if result.status is FileStatus.FAILED]
+    if diff:
+        for result in changed:
+            typer.echo(_diff(result), nl=False)
+    if write:
+        failures += [failure for result in changed if (failure := _write(result)) is not None]
+    if report is not None:
+        report.write_bytes(to_json(results))
+    counted = totals(results)
+    if not quiet:
+        _summary(results, counted, seconds, written=write)
+    for path, why in failures:
+        typer.echo(f"{path}: {why}", err=True)
+    is_open = bool(changed) or counted.trainers.left + counted.engines.left > 0
+    return 1 if failures or (check and is_open) else 0
+
+
+def _write(result: FileResult) -> tuple[Path, str] | None:
+    from rl_session_migrate.codemod.files import write_atomically
+
+    assert result.result is not None
+    try:
+        write_atomically(result.path, result.result.after, expected=result.result.before)
+    except OSError as error:
+        return result.path, f"not written: {error.strerror or error}"
+    return None
+
+
+def _diff(result: FileResult) -> str:
+    assert result.result is not None
+    before, after = (
+        data.decode("utf-8", errors="replace").splitlines(keepends=True)
+        for data in (result.result.before, result.result.after)
+    )
+    name = result.path.as_posix()
+    lines = difflib.unified_diff(before, after, fromfile=f"a/{name}", tofile=f"b/{name}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+# -- showing -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(num_files: int, *, quiet: bool) -> Iterator[Callable[[Any], None]]:
+    """A progress bar on standard error, where somebody looks at it and it takes a while."""
+    if quiet or num_files < MANY or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield lambda result: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("migrating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[path]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=num_files, path="")
+        yield lambda result: progress.update(task, advance=1, path=str(result.path))
+
+
+def _summary(results: Sequence[FileResult], counted: Totals, seconds: float, *, written: bool) -> None:
+    rewritten, failed = counted.files["rewritten"], counted.files["failed"]
+    verb = "rewritten" if written else "to rewrite (nothing written; --write does)"
+    speed = f"{counted.num_lines / seconds:,.0f} lines/s" if seconds > 0 else ""
+    typer.echo(
+        f"{len(results)} files, {counted.num_lines:,} lines in {seconds:.1f} s ({speed}): {rewritten} {verb}, {failed} failed"
+    )
+    typer.echo(_line("policy and value sites", counted.trainers))
+    typer.echo(_line("engine sites", counted.engines))
+    for result in results:
+        for outcome in result.result.outcomes if result.result is not None else ():
+            if outcome.status == "left":
+                target = f"{outcome.receiver}.{outcome.method}" if outcome.receiver else outcome.method
+                typer.echo(f"  {result.path}:{outcome.line}:{outcome.column}: {target} stays: {outcome.why}")
+    if counted.reasons:
+        typer.echo("why sites stay:")
+        for why, number in counted.reasons.most_common():
+            typer.echo(f"  {number:4d}  {why}")
+    assumed = [(result.path, text) for result in results if result.result is not None for text in result.result.assumed]
+    if assumed:
+        typer.echo("taken for granted:")
+        for path, text in assumed:
+            typer.echo(f"  {path}: {text}")
+
+
+def _line(name: str, count: Count) -> str:
+    return f"{name}: {count.found} found, {count.rewritten} rewritten, {count.left} left ({count.share:.0%} rewritten)"
