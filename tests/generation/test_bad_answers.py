@@ -158,6 +158,7 @@ def test_the_error_of_a_wake_says_the_state_as_it_is_then(make: Make) -> None:
         rig.engine.awake().__enter__()
     assert rig.engine.state == "asleep"
     assert "state: asleep (awake: nothing)" in str(caught.value)
+    assert (caught.value.attempted.endswith("returned False"), caught.value.cause) == (True, "")
     assert "awake: weights" not in str(caught.value)
     rig.fake.fail("wake", 1, "after", error=False)
     rig.fake.fail("sleep", 1, "before", OSError("stuck"))

@@ -346,3 +346,23 @@ def test_placeholders_are_known_by_the_load_format(monkeypatch: pytest.MonkeyPat
     assert made["enable_sleep_mode"] is True
     module, _, name = made["worker_extension_cls"].rpartition(".")
     assert getattr(__import__(module, fromlist=[name]), name) is vllm_worker.WorkerExtension
+
+
+def test_after_a_sleep_that_failed_it_claims_nothing_is_awake(pair: tuple[Rig, FakeLLM, Any]) -> None:
+    _, llm, handle = pair
+    engine = handle.engine
+    with handle.awake():
+        assert engine.awake_tags == {"weights", "kv_cache"}
+    sleep = llm.sleep
+
+    def broken(*, level: int) -> None:
+        raise RuntimeError("half of it is gone")
+
+    llm.sleep = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(rs.EngineError, match="sleep"), handle.awake():
+        pass
+    assert engine.awake_tags == frozenset()
+    llm.sleep = sleep  # type: ignore[method-assign]
+    with handle.awake():  # it cannot be sure, so it sleeps first
+        assert engine.awake_tags == {"weights", "kv_cache"}
+    assert (handle.state, llm.is_sleeping) == ("asleep", True)
