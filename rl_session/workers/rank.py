@@ -54,10 +54,10 @@ ASIDE = frozenset({"acquire", "release", "connect", "view"})
 """Questions about the lease, which are answered also while the rank computes."""
 
 _OPEN_TO_ALL = ASIDE | frozenset(
-    {"describe", "nothing", "emulated", "close", "records"}
+    {"describe", "nothing", "emulated", "close", "records", "export_state"}
     | {"placement", "sizes", "memory", "component_names", "has_open_step"}
 )
-"""What any handle may ask at any time."""
+"""What any handle may ask at any time; ``export_state`` when the rank that grants the lease is gone with it."""
 
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
