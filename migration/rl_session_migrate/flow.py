@@ -184,7 +184,15 @@ def evaluated(node: Node) -> Iterator[cst.CSTNode]:
         yield from _post_order(root)
 
 
+_OWN_ORDER = frozenset({cst.Lambda, cst.FunctionDef, cst.ClassDef, cst.Assign, cst.AnnAssign, cst.AugAssign})
+
+
 def _post_order(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    if type(node) not in _OWN_ORDER:
+        for child in children(node):
+            yield from _post_order(child)
+        yield node
+        return
     match node:
         case cst.Lambda() | cst.FunctionDef() | cst.ClassDef():
             pass
@@ -199,9 +207,6 @@ def _post_order(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         case cst.AugAssign():
             yield from _post_order(node.value)
             yield from _post_order(node.target)
-        case _:
-            for child in children(node):
-                yield from _post_order(child)
     yield node
 
 
@@ -505,6 +510,11 @@ def _matches_all(case: cst.MatchCase) -> bool:
     return case.guard is None and isinstance(case.pattern, cst.MatchAs) and case.pattern.pattern is None
 
 
+_RAISING = frozenset(
+    {cst.Call, cst.Subscript, cst.Attribute, cst.Await, cst.Yield, cst.BinaryOperation, cst.Import, cst.ImportFrom}
+)
+
+
 def _may_raise(part: Part, ast: cst.CSTNode | None) -> bool:
     """Whether an exception can come from a node. Names, constants and jumps raise nothing worth a path."""
     if part in (Part.JOIN, Part.ENTRY, Part.EXIT, Part.RAISE, Part.LEAVE):
@@ -515,10 +525,7 @@ def _may_raise(part: Part, ast: cst.CSTNode | None) -> bool:
         return True
     if ast is None or isinstance(ast, (cst.Break, cst.Continue, cst.Pass, cst.Global, cst.Nonlocal)):
         return False
-    return any(
-        isinstance(node, (cst.Call, cst.Subscript, cst.Attribute, cst.Await, cst.Yield, cst.BinaryOperation))
-        for node in evaluated(Node(0, part, ast))
-    ) or isinstance(ast, (cst.Import, cst.ImportFrom))
+    return any(type(node) in _RAISING for node in evaluated(Node(0, part, ast)))
 
 
 # -- solving -----------------------------------------------------------------------------------------------------

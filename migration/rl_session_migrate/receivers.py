@@ -9,6 +9,7 @@ nothing of control flow: a name that is bound to different tenants keeps its own
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
@@ -16,10 +17,10 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.outline import Binding, By, Function, Outline
-from rl_session_migrate.rules import Api, Tenant, is_distinctive, rule_of, speaks, tenants_of
+from rl_session_migrate.rules import HELPERS, RULES, Api, Tenant, is_distinctive, rule_of, speaks, tenants_of
 from rl_session_migrate.tree import arguments, callee, code, dotted, is_string, walk
 
-__all__ = ["Evidence", "Identity", "Names", "Receiver", "Receivers", "convention"]
+__all__ = ["Evidence", "Identity", "Names", "Receiver", "Receivers", "convention", "telling_names"]
 
 
 class Evidence(IntEnum):
@@ -101,6 +102,11 @@ class Names:
     engines: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
     ignore: frozenset[str] = attrs.field(default=frozenset(), converter=_names)
 
+    @property
+    def all(self) -> frozenset[str]:
+        """All names of tenants."""
+        return self.policies | self.values | self.engines
+
     def tenant_of(self, name: str) -> Tenant | None:
         """The tenant that the configuration gives a name."""
         for names, tenant in (
@@ -126,7 +132,6 @@ _PLURALS: tuple[tuple[re.Pattern[str], Tenant], ...] = (
     (re.compile(r"(?:\w+_)?generations|(?:\w+_)?policy_generations"), Tenant.ENGINE),
 )
 
-_POLICY_CLASSES = frozenset({"Policy", "TQPolicy", "LegacyPolicy"})
 _CLASSES: Mapping[str, tuple[Tenant, Api | None]] = {
     **dict.fromkeys(("Policy",), (Tenant.POLICY, None)),
     **dict.fromkeys(("TQPolicy", "LegacyPolicy"), (Tenant.POLICY, Api.LEGACY)),
@@ -161,6 +166,16 @@ _MAPPINGS = frozenset({"dict", "Dict", "Mapping", "defaultdict"})
 _UNWRAPPED = frozenset({"Optional", "Annotated", "Final", "ClassVar", "Union"})
 # What these hold are settings, never the objects themselves.
 _SETTINGS = re.compile(r"(?:\w+_)?(?:cfg|config|conf|args|opts|options|settings|params|hparams)")
+
+
+def telling_names() -> frozenset[str]:
+    """Names of which a module must mention one, or there is nothing in it for anybody here.
+
+    What it does not mention it neither imports, annotates nor calls; a name from the configuration tells too.
+    """
+    moves = {method for (_, method), rule in RULES.items() if rule.is_lifecycle and rule.api is Api.LEGACY}
+    telling = {method for _, method in RULES if speaks(method)}
+    return frozenset({*_ROOTS, *moves, *telling, *HELPERS, *_CLASSES} - {"Policy", "Value"})
 
 
 def convention(name: str) -> Tenant | None:
@@ -204,6 +219,7 @@ class Receivers:
         self._of_name: dict[tuple[str, str], _Found] = {}
         self._busy: set[tuple[str, str]] = set()
         self._speaks: bool | None = None
+        self._call_index: dict[Function, list[tuple[cst.Call, Function]]] | None = None
 
     @property
     def speaks(self) -> bool:
@@ -554,7 +570,7 @@ class Receivers:
         match binding.by:
             case By.PARAMETER:
                 named = self._conventional(node, identity)
-                return named if isinstance(named, (Receiver, _Many)) else None
+                return named if isinstance(named, (Receiver, _Many)) else self._handed(binding, node, identity)
             case By.ASSIGN if binding.value is not None:
                 return self._resolve(binding.value, binding.function)
             case By.ELEMENT if binding.value is not None:
@@ -566,6 +582,33 @@ class Receivers:
             case By.ASSIGN:
                 return None  # annotated only
         return _NOT
+
+    def _handed(self, binding: Binding, node: cst.BaseExpression, identity: Identity) -> _Found:
+        """What every call in this module hands to a parameter that says nothing of itself."""
+        names = [parameter.name for parameter in binding.function.parameters if not parameter.is_keyword_only]
+        name = identity.path
+        found: list[_Found] = []
+        for call, caller in self._calls().get(binding.function, ()):
+            positional, keywords, _ = arguments(call)
+            index = names.index(name) if name in names else len(positional)
+            value = keywords.get(name, positional[index] if index < len(positional) else None)
+            found.append(self._resolve(value, caller) if value is not None else None)
+        tenants = [item for item in found if isinstance(item, Receiver)]
+        if not tenants or len(tenants) != len(found) or len({item.tenant for item in tenants}) != 1:
+            return None
+        return Receiver(tenants[0].tenant, identity, min(item.evidence for item in tenants), node, tenants[0].api)
+
+    def _calls(self) -> Mapping[Function, list[tuple[cst.Call, Function]]]:
+        """The calls of each function of the module, with the functions they stand in."""
+        if self._call_index is None:
+            self._call_index = defaultdict(list)
+            for caller in self.outline.functions.values():
+                for node in walk(caller.node, into_functions=False):
+                    path = dotted(node.func) if isinstance(node, cst.Call) else None
+                    called = self.outline.callable_named(path, caller=caller) if path is not None else None
+                    if called is not None and isinstance(node, cst.Call):
+                        self._call_index[called].append((node, caller))
+        return self._call_index
 
     def _iterated(self, iterable: cst.BaseExpression, node: cst.BaseExpression, function: Function) -> _Found:
         """An element of what a loop goes over."""

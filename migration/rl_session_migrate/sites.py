@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import pairwise
 
 import attrs
 import libcst as cst
@@ -81,14 +82,24 @@ class Site:
 
     @property
     def is_statement(self) -> bool:
-        """Whether the whole statement is this call, its result thrown away."""
-        return any(
-            isinstance(parent, cst.Expr) and parent.value in (self.node, self._awaited())
-            for parent in self.parents[-4:]
-        )
+        """Whether the whole statement is this call (or its ``await``), its result thrown away."""
+        around = list(self.parents)
+        if self.shape is Shape.TO_THREAD:
+            around = around[:-2]  # the argument, and the call of to_thread
+        if around and isinstance(around[-1], cst.Await):
+            around.pop()
+        return bool(around) and isinstance(around[-1], cst.Expr)
 
-    def _awaited(self) -> cst.CSTNode:
-        return next((p for p in reversed(self.parents) if isinstance(p, cst.Await)), self.node)
+    @property
+    def must_fail(self) -> bool:
+        """Whether it stands in ``with pytest.raises(...)``: a mistake there is made on purpose."""
+        chain = (*self.parents, self.node)
+        for above, below in pairwise(chain):
+            if isinstance(above, cst.With):
+                index = next((i for i, item in enumerate(above.items) if item is below), len(above.items))
+                if any(isinstance(i.item, cst.Call) and callee(i.item) == "raises" for i in above.items[:index]):
+                    return True
+        return False
 
     @property
     def loops(self) -> tuple[cst.CSTNode, ...]:

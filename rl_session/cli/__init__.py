@@ -9,6 +9,8 @@ import typer
 
 from rl_session.cli.audit import app as _audit
 from rl_session.cli.doctor import doctor as _doctor
+from rl_session.cli.lint import EPILOG as _LINT_EPILOG
+from rl_session.cli.lint import lint as _lint
 from rl_session.cli.migrate import EPILOG as _MIGRATE_EPILOG
 from rl_session.cli.migrate import migrate as _migrate
 
@@ -24,6 +26,7 @@ _app = typer.Typer(
 )
 _app.add_typer(_audit, name="audit")
 _app.command("doctor")(_doctor)
+_app.command("lint", epilog=_LINT_EPILOG)(_lint)
 _app.command("migrate", epilog=_MIGRATE_EPILOG)(_migrate)
 
 

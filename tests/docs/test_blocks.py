@@ -15,7 +15,10 @@ import pytest
 from world import world
 
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {"docs/nemo-rl.md": "tests/adapters/test_nemo_docs.py"}
+ELSEWHERE = {
+    "docs/lint.md": "tests/migration/test_lint_codes.py",
+    "docs/nemo-rl.md": "tests/adapters/test_nemo_docs.py",
+}
 """Pages whose blocks another test runs."""
 SEPARATE = {"docs/errors.md"}
 """Pages whose first block sets up, and whose other blocks each start from there."""

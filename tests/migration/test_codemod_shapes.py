@@ -299,7 +299,7 @@ import ray
 from contextlib import nullcontext
 
 
-def refit_policy_generation(policy, policy_generation, colocated_inference, _refit_buffer_size_gb=None, timer=None, kv_scales=None):
+def refit_policy_generation(policy, policy_generation, colocated_inference, timer=None, kv_scales=None):
     synchronizer = getattr(policy_generation, "weight_synchronizer", None)
     if synchronizer is not None:
         return synchronizer.sync_weights(timer=timer, kv_scales=kv_scales) or {}

@@ -222,3 +222,12 @@ def test_a_module_that_knows_neither_api_is_somebody_else_s(code: str) -> None:
 def test_an_actor_s_method_of_the_same_name_is_no_tenant_s() -> None:
     site = only(look("ray.get(collector.resume_after_refit.remote())\n"))
     assert (site.shape, site.receiver) == (Shape.REMOTE, None)
+
+
+def test_a_parameter_is_what_every_call_hands_it() -> None:
+    module = look("def send(model):\n    model.offload_to_cpu()\nsend(policy)\nsend(model=student_policy)\n")
+    assert found(module) == [("offload_to_cpu", "policy", "model")]
+    module = look("def send(model):\n    model.offload_to_cpu()\nsend(policy)\nsend(something)\n")
+    assert found(module) == []
+    module = look("def send(model: nn.Module):\n    model.offload_to_cpu()\nsend(policy)\n")
+    assert found(module) == []

@@ -62,6 +62,7 @@ def test_a_release_before_a_scope_of_a_tenant_that_shares_goes() -> None:
         "rollout(policy_generation, batch)",
         "batch['input_ids'].cuda()",
         "return None",
+        "if batch: return None",
         "if batch: pool.submit(policy.get_logprobs, batch)",
     ],
 )

@@ -220,16 +220,18 @@ class _Calls:
         return tuple(function for function in functions if id(function) in seen)
 
     def _visit(self, node: cst.CSTNode, function: Function, above: cst.CSTNode | None) -> None:
+        functions = self.module.outline.functions
         stack: list[tuple[cst.CSTNode, Function, cst.CSTNode | None]] = [(node, function, above)]
         while stack:
             here, home, parent = stack.pop()
-            if isinstance(here, (cst.Name, cst.Attribute)):
-                self._mention(here, home, parent)
-            if isinstance(here, cst.Call):
-                self._call(here, home)
-            inner = self.module.outline.functions.get(here, home)
-            if isinstance(here, cst.Attribute):
-                stack.append((here.value, home, here))
+            kind = type(here)  # node classes are abstract ones, of which isinstance() is slow
+            if kind is cst.Name or kind is cst.Attribute:
+                self._mention(here, home, parent)  # type: ignore[arg-type]
+            elif kind is cst.Call:
+                self._call(here, home)  # type: ignore[arg-type]
+            inner = functions.get(here, home)
+            if kind is cst.Attribute:
+                stack.append((here.value, home, here))  # type: ignore[attr-defined]
                 continue
             for child in children(here):
                 is_inside = inner is home or child is getattr(here, "body", None)

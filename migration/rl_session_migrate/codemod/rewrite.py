@@ -224,10 +224,8 @@ class _Rewriter:
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     def _note(self, module: Module, plan: Plan) -> None:
-        sites = _counted(module)
-        assert len(sites) == len(self._alive), "a pass must not add legacy calls"
         alive = []
-        for number, site in zip(self._alive, sites, strict=True):
+        for number, site in self._aligned(module):
             became = _became(plan, site)
             if became:
                 self._found[number] = attrs.evolve(self._found[number], status=Status.REWRITTEN, why=became)
@@ -237,8 +235,19 @@ class _Rewriter:
         for site, text in plan.assumed:
             self.assumed.append(f"{site.method} in {site.function.name or 'the module'}: {text}")
 
+    def _aligned(self, module: Module) -> list[tuple[int, Found]]:
+        """The sites of a pass beside those of the file as it was that are still there: same order, same calls."""
+        pairs: list[tuple[int, Found]] = []
+        waiting = list(self._alive)
+        for site in _counted(module):
+            same = [number for number in waiting if _is_same(self._found[number], _outcome(site))]
+            if same:
+                pairs.append((same[0], site))
+                waiting = waiting[waiting.index(same[0]) + 1 :]
+        return pairs
+
     def _note_left(self, module: Module, plan: Plan) -> None:
-        for number, site in zip(self._alive, _counted(module), strict=True):
+        for number, site in self._aligned(module):
             if site in plan.covered:
                 found = attrs.evolve(self._found[number], status=Status.REWRITTEN, why=plan.covered[site])
             else:
@@ -316,6 +325,12 @@ def _outcome(site: Found) -> Outcome:
         function=site.function.name or "<module>",
         shape=str(site.shape),
     )
+
+
+def _is_same(one: Outcome, other: Outcome) -> bool:
+    """Whether two sites are one call, in two states of a file."""
+    keys = ("tenant", "method", "receiver", "function", "shape")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
 def _is_clean(module: Module, function: Function) -> bool:

@@ -115,7 +115,9 @@ class Checks:
         if not gate or may_call(scope.mode, gate):
             return False
         write = scope_to_write(gate, receiver.tenant.value)
-        said = f"scopes({receiver})" if receiver.is_scopes or receiver.api is not Api.SCOPED else str(receiver)
+        said = str(receiver.identity)
+        if receiver.is_scopes or receiver.api is not Api.SCOPED:
+            said = f"scopes({said})"
         what = (
             f"{receiver}.{site.method}() inside {scope.method}() of line {scope.line}: not legal in {scope.mode} mode"
         )
@@ -178,6 +180,17 @@ class Checks:
         if site.method == "prepare_for_lp_inference":
             write = f"{receiver}.prepare_for_lp_inference(keep_train_buffers=True)"
         self._verdicts.say("RLM004", site.node, path, what, write)
+
+    def step_is_over(self, path: Path, site: Site, receiver: Receiver, state: State) -> None:
+        """A call that needs an open step, when the last one was ended."""
+        if state.ended is None or state.step is not None:
+            return
+        begun = [s for s in self._module.sites if s.rule.gate == "begin_step" and s.receiver is not None]
+        if any(s.conditions for s in begun if s.receiver is not None and s.receiver.identity == receiver.identity):
+            return  # the condition may be that no step is open
+        ended = f"{state.ended.method}() on line {state.ended.position.line}"
+        what = f"{receiver}.{site.method}(): {ended} ended the step, and none was begun since"
+        self._verdicts.say("RLM009", site.node, path, what, "begin a step first", since=state.ended)
 
     def pending(self, path: Path, site: Site, receiver: Receiver, state: State) -> None:
         """A move under a transfer that nobody waited for."""
@@ -259,7 +272,7 @@ class Checks:
 
     def _words(self, function: Function) -> frozenset[str]:
         if function not in self._word_cache:
-            text = "" if function.is_module else code(function.node)
+            text = "" if function.is_module else self._module.source.text(function.node)
             self._word_cache[function] = frozenset(text.split())
         return self._word_cache[function]
 

@@ -516,6 +516,7 @@ _TABLE = (
         wrong="""
             import rl_session as rs
 
+
             def batches(policy: rs.Policy, loader):
                 with policy.logprob_mode():
                     for batch in loader:
@@ -523,6 +524,7 @@ _TABLE = (
         """,
         right="""
             import rl_session as rs
+
 
             def batches(policy: rs.Policy, loader):
                 for batch in loader:

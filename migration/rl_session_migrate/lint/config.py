@@ -4,7 +4,7 @@
 policies = ["learner"]          # names that are policies here
 values = ["baseline"]
 engines = ["sampler"]
-ignore-names = ["pg"]           # names that are no tenant here
+ignore = ["pg"]                 # names that are no tenant here
 
 [tool.rl-session.lint]
 select = ["RLM"]
@@ -73,7 +73,7 @@ class LintConfig:
 
 
 def load_config(start: Path) -> LintConfig:
-    """The configuration of the nearest ``pyproject.toml`` at or above a path that has one; defaults where none has.
+    """The configuration of the nearest ``pyproject.toml`` at or above a path; the defaults where there is none.
 
     Raises:
         ConfigError: It cannot be read, or says what cannot be.
@@ -89,19 +89,18 @@ def load_config(start: Path) -> LintConfig:
             raise ConfigError(
                 f"reading the configuration in {path}", (f"{type(error).__name__}: {error}",), "valid TOML"
             ) from error
-        if "migrate" in tool or "lint" in tool:
-            return _configured(tool, path)
+        return _configured(tool, path)
     return LintConfig()
 
 
 def _configured(tool: Mapping[str, Any], path: Path) -> LintConfig:
-    migrate = _table(tool, "migrate", ("policies", "values", "engines", "ignore-names"), path)
+    migrate = _table(tool, "migrate", ("policies", "values", "engines", "ignore"), path)
     lint = _table(tool, "lint", ("select", "ignore", "exclude"), path)
     names = Names(
         policies=migrate["policies"],
         values=migrate["values"],
         engines=migrate["engines"],
-        ignore=migrate["ignore-names"],
+        ignore=migrate["ignore"],
     )
     where = f"{path}: [tool.rl-session.lint]"
     return LintConfig(

@@ -1,6 +1,6 @@
 """Runs the checks over texts, files and folders, several files at a time.
 
-A file that mentions no method of the tables is not even parsed.
+A file that mentions nothing of either API is not analysed, only compiled.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from rl_session_migrate.lint.config import LintConfig
 from rl_session_migrate.lint.findings import Finding, silenced
 from rl_session_migrate.lint.interpret import Interpreter
 from rl_session_migrate.lint.judge import PathJudge
+from rl_session_migrate.lint.plan import Plan
 from rl_session_migrate.lint.syntax import check_syntax
-from rl_session_migrate.rules import methods
+from rl_session_migrate.outline import Function
+from rl_session_migrate.receivers import telling_names
 from rl_session_migrate.sites import Module, analyse
 from rl_session_migrate.tree import parse
 
 __all__ = ["Report", "find_files", "lint_files", "lint_text"]
 
-_MENTIONS = tuple(sorted(name.encode() for name in methods()))
+_MENTIONS = tuple(sorted(name.encode() for name in telling_names()))
 _PARALLEL_FROM = 300_000
 """Bytes of source from which starting processes pays."""
 _LEFT_OUT = frozenset({".git", ".hg", ".venv", "venv", "__pycache__", "node_modules", ".tox", "build", "dist"})
@@ -67,17 +69,17 @@ def lint_text(text: str | bytes, path: str = "<string>", config: LintConfig | No
     """
     config = config or LintConfig()
     raw = text.encode() if isinstance(text, str) else text
-    if not any(name in raw for name in _MENTIONS):
+    configured = (name.encode() for name in config.names.all)
+    if not any(name in raw for name in (*_MENTIONS, *configured)):
         unreadable = _compiles(raw, path)
         return () if unreadable is None else (unreadable,)
     try:
         source = parse(raw, path)
-    except (cst.ParserSyntaxError, UnicodeDecodeError, LookupError, RecursionError) as error:
+    except (cst.ParserSyntaxError, SyntaxError, ValueError, LookupError, RecursionError) as error:
         return (_unreadable(error, path),)
     module = analyse(source, config.names)
     found = sorted({finding for finding in _check(module) if config.reports(finding.code)})
-    lines = source.module.code.splitlines()
-    return tuple(finding for finding in found if not _is_silenced(finding, lines))
+    return tuple(finding for finding in found if not _is_silenced(finding, source.lines))
 
 
 def _check(module: Module) -> Iterator[Finding]:
@@ -85,15 +87,16 @@ def _check(module: Module) -> Iterator[Finding]:
         return
     yield from check_syntax(module)
     told = set()
-    for finding in _walk(module, loops=True).verdicts.findings():
+    plans: dict[Function, Plan] = {}
+    for finding in _walk(module, plans, loops=True).verdicts.findings():
         told.add((finding.line, finding.column))
         yield finding
-    for finding in _walk(module, loops=False).verdicts.half_prepared():
+    for finding in _walk(module, plans, loops=False).verdicts.half_prepared():
         if (finding.line, finding.column) not in told:
             yield finding
 
 
-def _walk(module: Module, *, loops: bool) -> PathJudge:
+def _walk(module: Module, plans: dict[Function, Plan], *, loops: bool) -> PathJudge:
     """Walk every function of a module."""
     judges: list[PathJudge] = []
 
@@ -101,7 +104,7 @@ def _walk(module: Module, *, loops: bool) -> PathJudge:
         judges.append(PathJudge(module, interpreter))
         return judges[0]
 
-    interpreter = Interpreter(module, make, loops=loops)
+    interpreter = Interpreter(module, make, loops=loops, plans=plans)
     for function in module.outline.functions.values():
         if interpreter.is_relevant(function):
             interpreter.run(function)

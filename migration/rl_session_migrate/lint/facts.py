@@ -14,7 +14,7 @@ import libcst as cst
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.tree import Source, callee, code, walk
 
-__all__ = ["Facts", "Tests"]
+__all__ = ["Conditions", "Facts"]
 
 Facts = frozenset[tuple[str, bool]]
 """Conditions and how they came out. Contradictions never get in: assuming one yields None."""
@@ -23,7 +23,7 @@ _STABLE_CALLS = frozenset({"get", "len", "isinstance", "hasattr", "getattr", "bo
 _NEGATED = {"!=": "==", "is not": "is", "not in": "in"}
 
 
-class Tests:
+class Conditions:
     """The conditions of one function.
 
     Args:
@@ -34,6 +34,7 @@ class Tests:
     def __init__(self, function: Function, source: Source) -> None:
         self._definitions = dict(_definitions(function, source))
         self._roots: dict[str, frozenset[str]] = {}
+        self._known: dict[cst.BaseExpression, tuple[str, bool] | None] = {}
 
     def assume(self, facts: Facts, test: cst.BaseExpression, outcome: bool) -> Facts | None:
         """The facts after a test came out as ``outcome``, or None if that contradicts what is known."""
@@ -126,6 +127,11 @@ class Tests:
 
     def _atom(self, test: cst.BaseExpression) -> tuple[str, bool] | None:
         """A condition as text and whether the text is what was tested or its negation; None if it may change by itself."""
+        if test not in self._known:
+            self._known[test] = self._read(test)
+        return self._known[test]
+
+    def _read(self, test: cst.BaseExpression) -> tuple[str, bool] | None:
         if any(
             isinstance(node, (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda))
             or (isinstance(node, cst.Call) and callee(node) not in _STABLE_CALLS)

@@ -16,7 +16,7 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.flow import Node, Part
-from rl_session_migrate.lint.facts import Tests
+from rl_session_migrate.lint.facts import Conditions
 from rl_session_migrate.lint.plan import Call, Event, Handed, Named, Plan, Yielded, guards
 from rl_session_migrate.lint.state import Path
 from rl_session_migrate.outline import Function
@@ -68,15 +68,22 @@ class Interpreter:
         module: The module.
         judge: Whom to ask.
         loops: Whether loops go round; without, each runs its body once.
+        plans: The plans of another walk over the same module, to be used again.
     """
 
-    def __init__(self, module: Module, judge: Callable[[Interpreter], Judge], *, loops: bool = True) -> None:
+    def __init__(
+        self,
+        module: Module,
+        judge: Callable[[Interpreter], Judge],
+        *,
+        loops: bool = True,
+        plans: dict[Function, Plan] | None = None,
+    ) -> None:
         self.module = module
         self.loops = loops
-        self.tests: dict[Function, Tests] = {}
         self.depth = 0
         self.calls: list[cst.Call] = []
-        self._plans: dict[Function, Plan] = {}
+        self._plans = plans if plans is not None else {}
         self._memo: dict[tuple[Function, Path], frozenset[Path]] = {}
         self._busy: set[Function] = set()
         self.judge = judge(self)
@@ -106,18 +113,13 @@ class Interpreter:
         """Whether anything in a function concerns a tenant."""
         return bool(self._plan(function).has_events)
 
+    def tests(self, function: Function) -> Conditions:
+        """The conditions of a function."""
+        return self._plan(function).tests
+
     def tested(self, function: Function) -> frozenset[str]:
         """The conditions that statements of a function test."""
-        plan = self._plan(function)
-        return frozenset(
-            atom
-            for node in plan.graph.nodes
-            for test in (
-                (node.ast,) if node.part is Part.TEST else (node.ast.test,) if isinstance(node.ast, cst.Assert) else ()
-            )
-            if isinstance(test, cst.BaseExpression)
-            for atom in plan.tests.atoms(test)
-        )
+        return self._plan(function).tested
 
     # -- one node ------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,6 @@ class Interpreter:
         plan = self._plans.get(function)
         if plan is None:
             plan = self._plans[function] = Plan(self.module, function)
-            self.tests[function] = plan.tests
         return plan
 
     def _step(self, plan: Plan, index: int, path: Path) -> Iterator[tuple[int, Path]]:

@@ -37,13 +37,19 @@ class PathJudge:
         self.interpreter = interpreter
         self.verdicts = Verdicts(module, interpreter)
         self.checks = Checks(module, interpreter, self.verdicts)
+        # Only who is parked somewhere can be parked under a checkpoint.
+        self._parked = frozenset(
+            site.receiver.identity
+            for site in module.sites
+            if site.method == "finish_inference" and site.receiver is not None
+        )
 
     # -- what is asked -------------------------------------------------------------------------------------------
 
     def site(self, path: Path, site: Site) -> list[Path]:
         """A method of a tenant is called, or handed on."""
         receiver = site.receiver
-        if receiver is None:
+        if receiver is None or site.must_fail:
             return [path]
         self.verdicts.saw(path, site.node)
         path = path.step(Step(site.node))
@@ -82,7 +88,7 @@ class PathJudge:
             if receiver.tenant is Tenant.ENGINE and _ROLLS_OUT.fullmatch(event.name):
                 self.checks.awake(path, event.node, receiver, state, f"{event.name}() is handed {receiver}")
                 path = path.put(receiver.identity, attrs.evolve(state, is_used=True))
-            elif not state.scopes:
+            else:
                 path = self._lose(path, receiver.identity)
             path = self._stir(path, receiver.identity)
         return [path]
@@ -105,7 +111,7 @@ class PathJudge:
     def entered(self, path: Path, site: Site) -> Path:
         """A scope is entered."""
         receiver, mode = site.receiver, site.rule.mode
-        if receiver is None:
+        if receiver is None or site.must_fail:
             return path
         state = path.of(receiver.identity)
         if mode is None:  # with policy.begin_step()
@@ -127,7 +133,7 @@ class PathJudge:
         state = path.of(receiver.identity)
         if site.rule.mode is None:
             return path.put(receiver.identity, attrs.evolve(state, step=None))
-        if not state.scopes:
+        if not state.scopes or site.must_fail:
             return path
         for name, line in state.pending:
             what = f"{name} (started on line {line}) is not waited for when {site.method}() of line {site.position.line} ends"
@@ -164,6 +170,7 @@ class PathJudge:
             is_used=state.is_used and not left and site.rule.kind is Kind.OFFLOAD and at is not At.OFF,
             is_idle=left or (state.is_idle and at.is_away),
             step=kept_step,
+            ended=state.ended,
             is_eval=state.is_eval and site.method != "prepare_for_training",
             saving=state.saving if site.method in ("finish_inference", "prepare_for_lp_inference") else None,
         )
@@ -194,7 +201,9 @@ class PathJudge:
         if receiver.api is not Api.SCOPED or self.checks.manual(path, site, receiver, state):
             return path
         self.checks.pending(path, site, receiver, state)
-        at = At.OFF if site.method == "offload" else At.UNKNOWN
+        at = at_mode(site.rule.mode) if site.rule.mode is not None else At.UNKNOWN
+        if receiver.tenant is Tenant.ENGINE and at is At.OFF:
+            at = At.ASLEEP
         after = State(at=at, by=site, step=state.step)
         return self._stir(path.put(receiver.identity, after), receiver.identity)
 
@@ -240,18 +249,21 @@ class PathJudge:
             case "begin_step":
                 # Asked for under a condition, it may be the condition that keeps it from happening twice.
                 if state.step is not None and not site.conditions:
-                    line = state.step.position.line
-                    what = f"{name}: the step of line {line} is still open"
+                    what = f"{name}: the step of line {state.step.position.line} is still open"
                     self.verdicts.say("RLM009", site.node, path, what, "finish or abort the open step first")
-                return attrs.evolve(state, step=site)
+                return attrs.evolve(state, step=site, ended=None)
             case "forward_backward":
-                if state.step is not None and state.is_eval:
+                self.checks.step_is_over(path, site, receiver, state)
+                if state.step is not None and state.is_eval and site.rule.api is Api.LEGACY:
                     what = f"{name} after an inference call in the same step, with no prepare_for_training() in between"
                     self.verdicts.say(
                         "RLM008", site.node, path, what, f"{receiver}.prepare_for_training() before {name}"
                     )
-            case "commit" | "":
-                return attrs.evolve(state, step=None)
+            case "commit":
+                self.checks.step_is_over(path, site, receiver, state)
+                return attrs.evolve(state, step=None, ended=site)
+            case "":
+                return attrs.evolve(state, step=None, ended=site)
         return state
 
     def _state(self, path: Path, site: Site, receiver: Receiver, state: State) -> Path:
@@ -266,7 +278,7 @@ class PathJudge:
                     f"{receiver}.save_checkpoint() after {cause(state)} sent the parameters away",
                     f"{receiver}.prepare_for_training() before it, or: with scopes({receiver}).training_mode():",
                 )
-            after = attrs.evolve(after, saving=site)
+            after = attrs.evolve(after, saving=site if receiver.identity in self._parked else None)
         if site.method == "finalize_async_save":
             after = attrs.evolve(after, saving=None)
         if site.rule.gate and state.scopes:
@@ -307,7 +319,7 @@ class PathJudge:
             self.verdicts.say(
                 "RLM104", site.node, path, what, f"scopes({policy}).refit(engine, transfer) outside the scope"
             )
-        elif state.at.is_away:
+        elif state.at.is_away and not (isinstance(state.by, Site) and state.by.rule.api is Api.SCOPED):
             self.checks.refit_away(path, site, policy, state, name)
             return path.put(policy.identity, State())
         elif state.step is not None:
@@ -329,7 +341,7 @@ class PathJudge:
         if asked is None or is_open or self.checks.serves_itself(site.function):
             yield path.put(policy.identity, State(is_used=True))
             return
-        tests = self.interpreter.tests[site.function]
+        tests = self.interpreter.tests(site.function)
         for outcome, after in ((True, gone), (False, used)):
             facts = tests.assume(path.facts, asked, outcome)
             if facts is not None:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import pairwise
 
 import attrs
 import libcst as cst
 
 from rl_session_migrate.flow import Direction, Edge, Graph, How, Node, Part, build, evaluated, solve
-from rl_session_migrate.lint.facts import Tests
+from rl_session_migrate.lint.facts import Conditions
 from rl_session_migrate.lint.state import Path, State, Step
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
-from rl_session_migrate.rules import Kind
+from rl_session_migrate.rules import Api, Kind
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site
-from rl_session_migrate.tree import callee, code, dotted, walk
+from rl_session_migrate.tree import callee, children, code, dotted, is_string, walk
 
 __all__ = ["Call", "Event", "Handed", "Named", "Plan", "Yielded", "assigned_name", "guards"]
 
@@ -98,9 +99,10 @@ class Plan:
         self.module = module
         self.function = function
         self.graph: Graph = build(function)
-        self.tests = Tests(function, module.source)
+        self.tests = Conditions(function, module.source)
         self.scopes: dict[int, Site] = {}
         self.deciding: set[cst.CSTNode] = set()
+        self.rounds = dict(_rounds(self.graph))
         self._tenant_names = {
             site.receiver.identity.path.partition(".")[0] for site in module.sites if site.receiver is not None
         }
@@ -108,6 +110,7 @@ class Plan:
         self._awaited = frozenset(
             node.expression for node in walk(function.node, into_functions=False) if isinstance(node, cst.Await)
         )
+        self.bound = [dict(_bound(node)) for node in self.graph.nodes]
         self.events: list[list[Event]] = [self._events(node) for node in self.graph.nodes]
         self.has_events = any(self.events) or bool(self.scopes)
         self.relevant = self._relevant() if self.has_events else frozenset()
@@ -127,7 +130,9 @@ class Plan:
         for piece in evaluated(node):
             if isinstance(piece, (cst.Call, cst.Attribute)):
                 site = self.module.at(piece)
-                if site is not None and site.node is piece:
+                if isinstance(site, HelperSite) and self._is_migrated(site):
+                    found += self._call(site.node)
+                elif site is not None and site.node is piece:
                     found.append(site)
                 elif site is None and isinstance(piece, cst.Call):
                     found += self._call(piece)
@@ -149,6 +154,12 @@ class Plan:
         is_scope = isinstance(site, Site) and (site.rule.kind is Kind.SCOPE or site.method == "begin_step")
         return site if is_scope and isinstance(site, Site) else None
 
+    def _is_migrated(self, helper: HelperSite) -> bool:
+        """Whether a known helper is defined in this module, and speaks to scopes by now."""
+        path = dotted(helper.node.func)
+        called = self.module.outline.callable_named(path, caller=self.function) if path else None
+        return called is not None and any(s.function is called and s.rule.api is Api.SCOPED for s in self.module.sites)
+
     def _call(self, node: cst.Call) -> list[Event]:
         path = dotted(node.func)
         called = self.module.outline.callable_named(path, caller=self.function) if path else None
@@ -157,7 +168,8 @@ class Plan:
             if called.is_generator or (called.is_async and node not in self._awaited):
                 return []  # runs later, piece by piece
             return [Call(node, called, tuple((name, receiver) for name, receiver in receivers if name))]
-        if not receivers or _HARMLESS.fullmatch(callee(node)):
+        chooses = callee(node) == "getattr" and len(node.args) > 1 and is_string(node.args[1].value) is None
+        if not receivers or (_HARMLESS.fullmatch(callee(node)) and not chooses):
             return []
         return [Handed(node, callee(node), tuple(receiver for _, receiver in receivers))]
 
@@ -175,6 +187,16 @@ class Plan:
                 yield name, receiver
 
     # -- tests ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tested(self) -> frozenset[str]:
+        """The conditions that statements of the function test."""
+        tests = [
+            node.ast.test if isinstance(node.ast, cst.Assert) else node.ast
+            for node in self.graph.nodes
+            if node.part is Part.TEST or isinstance(node.ast, cst.Assert)
+        ]
+        return frozenset(a for test in tests if isinstance(test, cst.BaseExpression) for a in self.tests.atoms(test))
 
     # -- ways ----------------------------------------------------------------------------------------------------
 
@@ -203,7 +225,12 @@ class Plan:
 
     def _is_inert(self, node: Node) -> bool:
         """Whether a node changes nothing that any path knows."""
-        if node.part in (Part.ENTRY, Part.EXIT) or self.events[node.index] or node.index in self.scopes:
+        if (
+            node.part in (Part.ENTRY, Part.EXIT)
+            or node.index in self.rounds
+            or self.events[node.index]
+            or node.index in self.scopes
+        ):
             return False
         if node.ast in self.deciding or (
             isinstance(node.ast, cst.Assert) and self.tests.atoms(node.ast.test) & self.relevant
@@ -215,25 +242,44 @@ class Plan:
             and self.tests.atoms(node.ast) & self.relevant
         ):
             return False
-        bound = {name for name, _ in _bound(node)}
+        bound = set(self.bound[node.index])
         return not bound & self._tenant_names and self.tests.surviving(self.relevant, bound) == self.relevant
 
     def _relevant(self) -> frozenset[str]:
         """The conditions worth remembering: those that decide whether an event happens, and where the engine lives."""
-        busy: set[cst.CSTNode] = set()
-        for node in self.graph.nodes:
-            if node.ast is not None and (self.events[node.index] or node.index in self.scopes):
-                busy.update(walk(node.ast))
+        parents = {child: node for node in walk(self.function.node, into_functions=False) for child in children(node)}
+        busy = _above(
+            (n.ast for n in self.graph.nodes if n.ast is not None and (self.events[n.index] or n.index in self.scopes)),
+            parents,
+        )
+        moving = _above(self._moves, parents)
         asked: Counter[str] = Counter()
+        again: set[str] = set()
         for test, within in self._tests():
             mine = self.tests.atoms(test)
-            decides = within is None or any(piece in busy for piece in walk(within) if piece is not within)
-            if decides and within is not None:
+            if within in busy:
                 self.deciding.add(test)
-            asked.update(mine if decides else {atom for atom in mine if "colocated" in atom})
+                # In a loop a test meets its own outcome of the round before; that matters where it decides on moves.
+                if within in moving and any(type(p) in _LOOPS for p in _above((within,), parents)):
+                    again |= mine
+            counts = within is None or within in busy
+            asked.update(mine if counts else {atom for atom in mine if "colocated" in atom})
         # A condition that is asked once, and that no assignment settles, can agree with nothing.
-        settled = {atom for node in self.graph.nodes for atom in self._settled(node)}
+        settled = (
+            {atom for node in self.graph.nodes for atom in self._settled(node)} | again | set(self._rounds_atoms())
+        )
         return frozenset(atom for atom, times in asked.items() if times > 1 or atom in settled or "colocated" in atom)
+
+    @property
+    def _moves(self) -> frozenset[cst.CSTNode]:
+        """The calls of this function that move a tenant."""
+        moving = (Kind.PREPARE, Kind.OFFLOAD, Kind.WAKE, Kind.SLEEP, Kind.SWITCH, Kind.SCOPE)
+        sites = (s.node for s in self.module.sites if s.function is self.function and s.rule.kind in moving)
+        return frozenset((*sites, *(h.node for h in self.module.helpers if h.function is self.function)))
+
+    def _rounds_atoms(self) -> Iterator[str]:
+        for rounds in self.rounds.values():
+            yield from rounds
 
     def _tests(self) -> Iterator[tuple[cst.BaseExpression, cst.CSTNode | None]]:
         """Everything that is tested, with the statement that it decides on where there is one."""
@@ -249,9 +295,8 @@ class Plan:
             if helper.function is self.function:
                 yield from ((arg.value, None) for arg in helper.node.args if "colocated" in code(arg.value))
 
-    @staticmethod
-    def _settled(node: Node) -> Iterator[str]:
-        for name, value in _bound(node):
+    def _settled(self, node: Node) -> Iterator[str]:
+        for name, value in self.bound[node.index].items():
             if isinstance(value, cst.Name) and value.value in ("True", "False"):
                 yield name
             elif isinstance(value, cst.Name) and value.value == "None":
@@ -260,10 +305,10 @@ class Plan:
     def _liveness(self) -> dict[int, frozenset[str]]:
         """The conditions that some way on from a node still asks for: only these need to be remembered there."""
         asked = {node.index: self._asked(node) for node in self.graph.nodes}
-        bound = {node.index: frozenset(name for name, _ in _bound(node)) for node in self.graph.nodes}
 
         def before(node: Node, after: frozenset[str]) -> frozenset[str]:
-            kept = self.tests.surviving(after, bound[node.index]) if bound[node.index] else after
+            bound = self.bound[node.index]
+            kept = self.tests.surviving(after, bound) if bound else after
             return kept | asked[node.index]
 
         after = solve(
@@ -279,6 +324,8 @@ class Plan:
         asked: frozenset[str] = frozenset()
         if node.part is Part.TEST and isinstance(node.ast, cst.BaseExpression):
             asked |= self.tests.atoms(node.ast)
+        if node.part is Part.ITERATE:
+            asked |= frozenset(self.rounds.get(node.index, {}))
         for event in self.events[node.index]:
             if isinstance(event, Site):
                 for test, _ in guards(event):
@@ -305,6 +352,11 @@ class Plan:
             return self._assumed(path, node.ast, outcome)
         if isinstance(node.ast, cst.Assert):
             return self._assumed(path, node.ast.test, True)
+        if node.part is Part.ITERATE and edge.how in (How.TRUE, How.FALSE):
+            more = (_MORE, edge.how is How.TRUE)
+            if (_MORE, not more[1]) in path.facts:
+                return None
+            return attrs.evolve(path, facts=path.facts - {more}) if more in path.facts else path
         return path
 
     def _assumed(self, path: Path, test: cst.BaseExpression, outcome: bool) -> Path | None:
@@ -317,14 +369,20 @@ class Plan:
 
     def bind(self, node: Node, path: Path) -> Path:
         """What a node's assignments change: facts about the names, and which object a name is."""
-        names = dict(_bound(node))
-        if not names or not (path.facts or path.tenants or self.relevant):
+        names = self.bound[node.index]
+        if not names:
             return path
         facts = path.facts
+        known = {
+            (_MORE, holds is more)
+            for atom, more in self.rounds.get(node.index, {}).items()
+            for holds in (True, False)
+            if (atom, holds) in facts
+        }
         for name, value in names.items():
             facts = self.tests.learn(facts, name, value) if value is not None else self.tests.forget(facts, (name,))
         facts = frozenset(fact for fact in facts if fact[0] in self.relevant)
-        path = attrs.evolve(path, facts=facts)
+        path = attrs.evolve(path, facts=facts | known if len(known) == 1 else facts)
         for name, value in names.items():
             path = self._alias(path, name, value)
         for identity, state in path.tenants:
@@ -375,6 +433,50 @@ def _bound(  # noqa: C901 - one arm a kind of statement
             for piece in walk(ast, into_functions=False):
                 if isinstance(piece, cst.NamedExpr):
                     yield from ((name, None) for name in _targets(piece.target))
+
+
+_LOOPS = frozenset({cst.For, cst.While})
+
+
+def _above(nodes: Iterable[cst.CSTNode], parents: Mapping[cst.CSTNode, cst.CSTNode]) -> set[cst.CSTNode]:
+    """Everything that holds one of these nodes."""
+    found: set[cst.CSTNode] = set()
+    for node in nodes:
+        above = parents.get(node)
+        while above is not None and above not in found:
+            found.add(above)
+            above = parents.get(above)
+    return found
+
+
+_MORE = "<another round>"
+"""The fact, at the head of a loop, that there is or is not another round."""
+
+
+def _rounds(graph: Graph) -> Iterator[tuple[int, dict[str, bool]]]:
+    """For ``for i in range(n)``: the conditions that say whether a round is the last, and what holding says of another one."""
+    for node in graph.nodes:
+        if (
+            node.part is not Part.ITERATE
+            or not isinstance(node.ast, cst.For)
+            or not isinstance(node.ast.target, cst.Name)
+        ):
+            continue
+        iterable = node.ast.iter
+        if not isinstance(iterable, cst.Call) or callee(iterable) != "range" or len(iterable.args) != 1:
+            continue
+        name, count = node.ast.target.value, code(iterable.args[0].value)
+        yield (
+            node.index,
+            {
+                f"{name} + 1 < {count}": True,
+                f"{name} < {count} - 1": True,
+                f"{name} + 1 == {count}": False,
+                f"{name} == {count} - 1": False,
+                f"{name} + 1 >= {count}": False,
+                f"{name} >= {count} - 1": False,
+            },
+        )
 
 
 def _targets(target: cst.BaseExpression) -> Iterator[str]:

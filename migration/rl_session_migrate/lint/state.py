@@ -81,6 +81,7 @@ class State:
         is_used: Whether anything used it since.
         is_idle: Whether no tenant did anything since it left the device.
         step: The site that opened a train step which is still open.
+        ended: The call that ended the last step; None if none is known to have ended, or one was opened since.
         is_eval: Whether an inference call left eval mode inside the open step.
         scopes: The open scopes, outermost first.
         pending: Names that hold futures of a transfer, with the line it was started on.
@@ -94,6 +95,7 @@ class State:
     is_used: bool = False
     is_idle: bool = False
     step: Site | None = None
+    ended: Site | None = None
     is_eval: bool = False
     scopes: tuple[OpenScope, ...] = ()
     pending: tuple[tuple[str, int], ...] = ()

@@ -23,7 +23,7 @@ _MAY_YIELD = frozenset({"contextmanager", "asynccontextmanager", "fixture"})
 def check_syntax(module: Module) -> Iterator[Finding]:
     """Findings that a look at one statement, and at what is around it, shows."""
     for site in module.sites:
-        if site.receiver is None:
+        if site.receiver is None or site.must_fail:
             continue
         yield from _wake(module, site)
         yield from _arguments(module, site)
