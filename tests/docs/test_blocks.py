@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "docs/lint.md": "tests/migration/test_lint_codes.py",
     "docs/nemo-rl.md": "tests/adapters/test_nemo_docs.py",
+    "migration/README.md": "tests/migration/test_guide.py",
 }
 """Pages whose blocks another test runs."""
 SEPARATE = {"docs/errors.md"}
