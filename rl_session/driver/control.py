@@ -300,7 +300,7 @@ class Control:
             row=self.row,
             resting_mode=self.resting_mode,
             resting=self.resting,
-            cells=self.resting_cells,
+            resting_cells=self.resting_cells,
             pending_release=self._pending_release,
             fault=self.fault,
             flags=self.flags,
@@ -315,7 +315,7 @@ class Control:
             return
         self.mode, self.row = state.mode, state.row
         self.resting_mode, self.resting = state.resting_mode, state.resting
-        self.resting_cells, self._pending_release = state.cells, state.pending_release
+        self.resting_cells, self._pending_release = state.resting_cells, state.pending_release
         self.fault, self.flags, self.closed = state.fault, state.flags, state.closed
         self.last_move, self.ranks.last_checkpoint = state.last_move, state.last_checkpoint
 

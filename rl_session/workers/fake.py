@@ -5,6 +5,7 @@ For tests, of users too (:mod:`rl_session.testing`). Knows nothing of who calls.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -144,6 +145,8 @@ class FakeGroup:
     def call_on(self, ranks: Iterable[int], method: str, *args: Any, **kwargs: Any) -> dict[int, Reply]:
         """Call ``method`` on some ranks only."""
         asked = tuple(ranks)
+        if method == "register_extra":  # as on the way to another process: ranks must not share tensors
+            return {rank: self._one(rank, method, copy.deepcopy(args), kwargs) for rank in asked}
         if self._closed:
             return {rank: Failed(ClosedError(f"{method}() of a worker group after close()")) for rank in asked}
         self.calls.append((method, asked))

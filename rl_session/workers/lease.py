@@ -32,7 +32,7 @@ class PolicyState:
         row: The row of the mode table in effect.
         resting_mode: The mode outside every scope.
         resting: The placement there.
-        cells: What that placement asks of each component, where it is no mode's (a legacy call's).
+        resting_cells: What the resting placement asks of each component, where that is no mode's row.
         pending_release: Whether a way out failed and has to be made up for.
         fault: What could not be undone, if anything.
         flags: What decides placements.
@@ -45,7 +45,7 @@ class PolicyState:
     row: Mode
     resting_mode: Mode
     resting: Placement
-    cells: Cells | None = None
+    resting_cells: Cells | None = None
     pending_release: bool = False
     fault: RLSessionError | None = None
     flags: Flags

@@ -17,6 +17,7 @@ from world import world
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     "docs/lint.md": "tests/migration/test_lint_codes.py",
+    "migration/README.md": "tests/migration/test_guide.py",
     "docs/nemo-rl.md": "tests/adapters/test_nemo_docs.py",
     "migration/README.md": "tests/migration/test_guide.py",
 }

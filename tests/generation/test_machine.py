@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ class Loop(RuleBasedStateMachine):
         host=strategies.booleans(),
     )
     def start(self, capacity: int, release: str, level: int, host: bool) -> None:
+        gc.collect()
+        gc.disable()  # the device counts what lives: when cycles die must not depend on what ran before
         self.folder = tempfile.TemporaryDirectory()
         self.rig = Rig(
             Path(self.folder.name) / "run.jsonl",
@@ -137,6 +140,7 @@ class Loop(RuleBasedStateMachine):
         try:
             self.finish()
         finally:
+            gc.enable()
             self.rig.session.close()
             self.folder.cleanup()
 

@@ -342,6 +342,17 @@ def test_an_engine_that_is_the_policy_itself_is_not_asked_for_room() -> None:
     assert codes(alone) == []
 
 
+def test_an_engine_that_is_the_policy_itself_never_sleeps() -> None:
+    text = """
+        def f(policy, policy_generation, d):
+            policy_generation = policy
+            policy_generation.finish_generation()
+            run_multi_turn_rollout(policy_generation, d)
+    """
+    assert codes(text) == []
+    assert codes(text.replace("policy_generation = policy", "pass")) == ["RLM006"]
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [

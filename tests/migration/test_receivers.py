@@ -181,6 +181,7 @@ def test_configured_names_are_tenants_and_ignored_ones_are_not() -> None:
         "import torch.nn as nn\ndef f(policy: nn.Module):\n    policy.train(x, y)\n",
         "class Policy(nn.Module):\n    pass\npolicy = Policy()\npolicy.train(x, y)\n",
         "policy = torch.nn.Linear(1, 2)\npolicy.train(x, y)\n",
+        "policy = torch.nn.Linear(1, 2)\npolicy = compiled(policy)\npolicy.train(x, y)\n",
         "from tianshou.policy import Policy\npolicy = Policy()\npolicy.train(x, y)\n",
         "for pg in optimizer.param_groups:\n    pg.finish_generation()\n",
         "gen = torch.Generator()\ngen.generate(x)\n",

@@ -77,6 +77,7 @@ def test_a_rank_that_fails_on_the_way_in_holds_all_back(
     assert rig.seen() == [HOST] * 4
     assert (rig.policy.mode, rig.policy.health) == ("offloaded", "ok")
     assert rig.counters("resident_bytes") == resident
+    assert [server._of_worker().mode for server in rig.fake.servers] == ["offloaded"] * 4
     assert [f"rank {k}: " in str(caught.value) for k in range(4)] == [True] * 4
     assert str(caught.value).count("was put back") == 3
     for before, server in zip(contents, rig.fake.servers, strict=True):
@@ -431,3 +432,40 @@ def test_a_push_is_not_spared_because_a_new_rank_counts_from_the_start(make: Mak
     rig.policy.recover()
     after = rig.policy._control.ask_all("weights_epoch")
     assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+def test_what_was_registered_is_registered_again_on_new_ranks(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2))
+    rig.policy.register("ema", {"weights": torch.ones(5)})
+    rig.fake.script(1, "transition", "lost")
+    with pytest.raises(rs.FaultedError), rig.policy.training_mode():
+        pass
+    rig.policy.recover()
+    assert all("ema" in reply.value for reply in rig.fake.call("component_names"))
+    with rig.policy.training_mode():
+        assert all(placement["ema"] == "device" for placement in rig.placements())
+
+
+def test_a_transition_in_which_nothing_moved_is_no_excuse_not_to_look_after_a_call(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2), base="resident", warm=False)
+    with rig.policy.training_mode():  # nothing moves
+        rig.train()  # and now there is optimizer state
+    rig.policy.offload()
+    assert rig.seen() == [HOST] * 2
+
+
+def test_the_reference_of_a_survivor_is_that_of_all(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2), reference="copy")
+    with rig.policy.logprob_mode():
+        expected = rig.policy.get_reference_policy_logprobs(rig.batch)["reference_logprobs"]
+        policy_logprobs = rig.policy.get_logprobs(rig.batch)["logprobs"]
+    assert not torch.equal(expected, policy_logprobs)
+    # A model that is built otherwise the second time: the seed alone would not bring the reference back.
+    rig.fake._plan.seed = 99
+    rig.fake.script(0, "transition", "lost")
+    with pytest.raises(rs.FaultedError), rig.policy.training_mode():
+        pass
+    rig.policy.recover()
+    with rig.policy.logprob_mode():
+        for reply in rig.fake.call("get_reference_policy_logprobs", rig.batch):
+            assert torch.equal(reply.value.value["reference_logprobs"], expected)

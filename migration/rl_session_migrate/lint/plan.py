@@ -343,8 +343,6 @@ class Plan:
 
     def along(self, node: Node, edge: Edge, path: Path) -> Path | None:
         """A path that goes along an edge, or None if it cannot."""
-        if edge.how is How.EXCEPTION:
-            return None
         if node.part is Part.TEST and edge.how in (How.TRUE, How.FALSE) and isinstance(node.ast, cst.BaseExpression):
             outcome = edge.how is How.TRUE
             if node.ast in self.deciding:
