@@ -19,7 +19,6 @@ ELSEWHERE = {
     "docs/lint.md": "tests/migration/test_lint_codes.py",
     "migration/README.md": "tests/migration/test_guide.py",
     "docs/nemo-rl.md": "tests/adapters/test_nemo_docs.py",
-    "migration/README.md": "tests/migration/test_guide.py",
 }
 """Pages whose blocks another test runs."""
 SEPARATE = {"docs/errors.md"}
