@@ -5,6 +5,7 @@ A file that cannot be read or parsed is a result, never the end of the run.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.rewrite import Rewritten, could_matter, rewrite
+from rl_session_migrate.codemod.rewrite import Rewritten, could_matter, moving_functions, rewrite
 from rl_session_migrate.receivers import Names
 
 __all__ = ["FileResult", "FileStatus", "migrate_file", "migrate_files"]
@@ -59,14 +60,14 @@ def migrate_file(path: Path, *, known: Sequence[Path] = (), names: Names | None 
         known: The files of the run, among which imported helpers are looked up.
         names: Extra names of tenants.
     """
-    lookup = _Lookup(known, names)
+    lookup = _Lookup(path, _Files(known, names))
     try:
         data = path.read_bytes()
     except OSError as error:
         return FileResult(path=path, status=FileStatus.FAILED, error=f"cannot be read: {error.strerror or error}")
     num_lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
     try:
-        result = rewrite(data, str(path), names=names, resolve=lambda name: lookup.carries(path, name))
+        result = rewrite(data, str(path), names=names, elsewhere=lookup)
     except SyntaxError as error:
         where = f"line {error.lineno}, column {error.offset}: " if error.lineno is not None else ""
         why = f"{where}no Python: {error.msg}"
@@ -85,41 +86,62 @@ def migrate_file(path: Path, *, known: Sequence[Path] = (), names: Names | None 
     return FileResult(path=path, status=status, result=result, num_lines=num_lines)
 
 
-class _Lookup:
-    """Finds functions of other files of the run by the names they are imported under."""
+class _Files:
+    """The files of a run, and what is known of their functions. Each is read once a process."""
 
     def __init__(self, known: Sequence[Path], names: Names | None) -> None:
-        self._known = {path.resolve() for path in known}
+        self.known = {path.resolve() for path in known}
         self._names = names
         self._carriers: dict[Path, frozenset[str]] = {}
+        self._movers: dict[Path, frozenset[str]] = {}
 
-    def carries(self, importer: Path, name: str) -> bool:
+    def carriers(self, path: Path) -> frozenset[str]:
+        """Functions of a file that push weights through refit blocks only, once the file is migrated."""
+        if path not in self._carriers:
+            self._carriers[path] = frozenset()  # two files that import each other: cautious
+            with contextlib.suppress(Exception):
+                found = rewrite(path.read_bytes(), str(path), names=self._names, elsewhere=_Lookup(path, self))
+                self._carriers[path] = found.carriers
+        return self._carriers[path]
+
+    def movers(self, path: Path) -> frozenset[str]:
+        """Functions of a file that move a policy or value."""
+        if path not in self._movers:
+            self._movers[path] = frozenset()
+            with contextlib.suppress(Exception):
+                self._movers[path] = moving_functions(path.read_bytes(), str(path), self._names)
+        return self._movers[path]
+
+
+class _Lookup:
+    """Finds functions of the run by the names that one file imports them under."""
+
+    def __init__(self, importer: Path, files: _Files) -> None:
+        self._importer = importer.resolve()
+        self._files = files
+
+    def carries(self, name: str) -> bool:
         """Whether an imported function pushes weights through refit blocks only."""
         module, _, function = name.rpartition(".")
-        return any(function in self._carriers_of(path) for path in self._files(importer.resolve(), module))
+        return any(function in self._files.carriers(path) for path in self._paths(module))
 
-    def _files(self, importer: Path, module: str) -> Iterator[Path]:
+    def moves(self, name: str) -> bool:
+        """Whether an imported function moves a policy or value."""
+        module, _, function = name.rpartition(".")
+        return any(function in self._files.movers(path) for path in self._paths(module))
+
+    def _paths(self, module: str) -> Iterator[Path]:
         stripped = module.lstrip(".")
+        if not module:
+            return
         tail = Path(*stripped.split(".")) if stripped else Path()
         num_dots = len(module) - len(stripped)
         if num_dots:
-            base = importer.parents[num_dots - 1] / tail
-            candidates = {base.with_suffix(".py"), base / "__init__.py"}
-            yield from sorted(candidates & self._known)
+            base = self._importer.parents[num_dots - 1] / tail
+            yield from sorted({base.with_suffix(".py"), base / "__init__.py"} & self._files.known)
             return
         ends = (f"/{tail.as_posix()}.py", f"/{tail.as_posix()}/__init__.py")
-        yield from sorted(path for path in self._known if path.as_posix().endswith(ends))
-
-    def _carriers_of(self, path: Path) -> frozenset[str]:
-        if path not in self._carriers:
-            self._carriers[path] = frozenset()  # two files that import each other: cautious
-            try:
-                data = path.read_bytes()
-                found = rewrite(data, str(path), names=self._names, resolve=lambda name: self.carries(path, name))
-            except Exception:
-                return frozenset()
-            self._carriers[path] = found.carriers
-        return self._carriers[path]
+        yield from sorted(path for path in self._files.known if path.as_posix().endswith(ends))
 
 
 def migrate_files(

@@ -6,6 +6,8 @@ cannot be shown stays, with a reason. Changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Statement
@@ -29,14 +31,15 @@ __all__ = ["decide"]
 _ROOM = "the scope that comes next makes room"
 
 
-def decide(program: Program, carries: Carrier) -> Plan:
+def decide(program: Program, carries: Carrier, moves: Callable[[str], bool] = lambda name: False) -> Plan:
     """The plan of one pass over a module.
 
     Args:
         program: The module.
         carries: Whether a helper of another module pushes weights through a refit block by itself.
+        moves: Whether a function of another module, by its dotted name, moves a policy or value.
     """
-    facts, plan = Facts(program), Plan()
+    facts, plan = Facts(program, moves), Plan()
     if facts.has_work:
         _Pushes(facts, plan, carries).decide()
         uses = Uses(facts, plan)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import libcst as cst
+
 from rl_session_migrate.codemod.blocks import Block, blocks_of
 from rl_session_migrate.codemod.engines import place_in
 from rl_session_migrate.codemod.plan import CALLBACK, COROUTINES, OPEN_STEP, SHAPES
-from rl_session_migrate.codemod.program import Program
+from rl_session_migrate.codemod.program import Doing, Program
 from rl_session_migrate.codemod.scoping import covers
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
@@ -22,10 +24,16 @@ __all__ = ["Facts", "is_registrable"]
 
 
 class Facts:
-    """Facts of one module."""
+    """Facts of one module.
 
-    def __init__(self, program: Program) -> None:
+    Args:
+        program: The module.
+        moves: Whether a function of another module, by its dotted name, moves a policy or value.
+    """
+
+    def __init__(self, program: Program, moves: Callable[[str], bool]) -> None:
         self.program = program
+        self._moves = moves
         self.bodies: dict[int, Block] = {}
         for function in program.functions:
             body = blocks_of(program, function)
@@ -59,7 +67,21 @@ class Facts:
             site.rule.api is Api.LEGACY and (site.rule.is_lifecycle or site.rule.kind is Kind.REFIT)
             for site in self.sites
         )
-        return legacy or bool(self.program.module.helpers)
+        return legacy or bool(self.program.module.helpers) or self._hands_to_a_mover
+
+    @property
+    def _hands_to_a_mover(self) -> bool:
+        """Whether a function of another migrated module is handed a tenant and moves it: what that leaves is relied on here."""
+        imports = self.program.module.outline.imports
+        for function in self.program.functions:
+            for event in self.program.all_events(function):
+                if event.doing is not Doing.HANDED or not isinstance(event.node, cst.Call):
+                    continue
+                first, _, rest = (dotted(event.node.func) or "").partition(".")
+                full = imports.get(first, "") + (f".{rest}" if rest else "")
+                if any(receiver.tenant is not Tenant.ENGINE for receiver in event.receivers()) and self._moves(full):
+                    return True
+        return False
 
     def block_of(self, site: Site) -> Block | None:
         """The block whose statement holds a site."""

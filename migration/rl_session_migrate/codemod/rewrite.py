@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import codecs
+import re
 import warnings
-from collections.abc import Callable
 from enum import StrEnum
+from typing import Protocol
 
 import attrs
 import libcst as cst
@@ -26,7 +27,7 @@ from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, analyse
 from rl_session_migrate.tree import children, parse
 
-__all__ = ["Outcome", "Rewritten", "Status", "could_matter", "rewrite"]
+__all__ = ["Elsewhere", "Outcome", "Rewritten", "Status", "could_matter", "moving_functions", "rewrite"]
 
 MAX_PASSES = 8
 _WORDS = (
@@ -104,17 +105,43 @@ class Rewritten:
         return self.before != self.after
 
 
-Resolver = Callable[[str], bool]
-"""Whether a function of another module, by its dotted name, pushes weights through scopes by itself."""
+class Elsewhere(Protocol):
+    """What is known of functions of other modules, by the dotted names they are imported under."""
+
+    def carries(self, name: str) -> bool:
+        """Whether a function pushes weights through refit blocks only."""
+        ...
+
+    def moves(self, name: str) -> bool:
+        """Whether a function moves a policy or value, by hand or in scopes."""
+        ...
+
+
+class _Nowhere:
+    """Nothing is known."""
+
+    def carries(self, name: str) -> bool:
+        del name
+        return False
+
+    def moves(self, name: str) -> bool:
+        del name
+        return False
+
+
+_COMPUTING = re.compile(
+    rb"get_(reference_policy_)?logprobs|get_values|get_topk_logits|train_from_meta"
+    rb"|(policy|value_model|critic|_trainer)\.(train|score|save_checkpoint)\("
+)
 
 
 def could_matter(data: bytes) -> bool:
-    """Whether a file can have a site at all: a fast look at its bytes."""
-    return any(word in data for word in _WORDS)
+    """Whether a file can have a site, or compute on what another file prepared: a fast look at its bytes."""
+    return any(word in data for word in _WORDS) or _COMPUTING.search(data) is not None
 
 
 def rewrite(
-    data: bytes, path: str = "<string>", *, names: Names | None = None, resolve: Resolver = lambda name: False
+    data: bytes, path: str = "<string>", *, names: Names | None = None, elsewhere: Elsewhere | None = None
 ) -> Rewritten:
     """Rewrite a module.
 
@@ -122,7 +149,7 @@ def rewrite(
         data: Its bytes.
         path: Shown in reports.
         names: Extra names of tenants.
-        resolve: Asked about refit helpers that are imported.
+        elsewhere: Asked about functions that are imported.
 
     Raises:
         SyntaxError: It is no Python, or not in the encoding it claims.
@@ -133,7 +160,7 @@ def rewrite(
         return Rewritten(before=data, after=data)
     bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
     _check_syntax(data)
-    worker = _Rewriter(data.removeprefix(bom), path, names, resolve)
+    worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or _Nowhere())
     worker.run()
     after = bom + worker.data
     if data.endswith(b"\r") and not after.endswith(b"\r"):
@@ -161,11 +188,11 @@ def _check_syntax(data: bytes) -> None:
 
 
 class _Rewriter:
-    def __init__(self, data: bytes, path: str, names: Names | None, resolve: Resolver) -> None:
+    def __init__(self, data: bytes, path: str, names: Names | None, elsewhere: Elsewhere) -> None:
         self.data = data
         self.path = path
         self.names = names
-        self.resolve = resolve
+        self.elsewhere = elsewhere
         self.assumed: list[str] = []
         self.carriers: frozenset[str] = frozenset()
         self.num_passes = 0
@@ -184,7 +211,7 @@ class _Rewriter:
         self._alive = list(range(len(self._found)))
         while True:
             program = Program(module)
-            plan = decide(program, self._carries)
+            plan = decide(program, self._carries, self.elsewhere.moves)
             if not plan.changes or self.num_passes >= MAX_PASSES:
                 break
             self.num_passes += 1
@@ -219,7 +246,7 @@ class _Rewriter:
     def _carries(self, helper: HelperSite) -> bool:
         """Whether a helper that is imported pushes through refit blocks by itself."""
         imported = self._imports.get(helper.helper.name)
-        return imported is not None and self.resolve(imported)
+        return imported is not None and self.elsewhere.carries(imported)
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
@@ -348,6 +375,26 @@ def _is_clean(module: Module, function: Function) -> bool:
 def _carriers(module: Module) -> frozenset[str]:
     return frozenset(
         function.name for function in module.outline.functions.values() if _is_clean(module, function) and function.name
+    )
+
+
+def moving_functions(data: bytes, path: str, names: Names | None = None) -> frozenset[str]:
+    """The functions of a module that move a policy or value, by hand or in scopes.
+
+    Args:
+        data: Its bytes.
+        path: Shown in errors.
+        names: Extra names of tenants.
+
+    Raises:
+        libcst.ParserSyntaxError: It is no Python.
+    """
+    module = analyse(parse(data, path), names)
+    kinds = (Kind.PREPARE, Kind.OFFLOAD, Kind.SCOPE, Kind.SWITCH)
+    return frozenset(
+        site.function.name
+        for site in module.sites
+        if site.rule.kind in kinds and site.rule.tenant in (Tenant.POLICY, Tenant.VALUE) and site.function.name
     )
 
 
