@@ -60,7 +60,11 @@ def migrate_file(path: Path, *, known: Sequence[Path] = (), names: Names | None 
         known: The files of the run, among which imported helpers are looked up.
         names: Extra names of tenants.
     """
-    lookup = _Lookup(path, _Files(known, names))
+    return _migrate(path, _Files(known, names))
+
+
+def _migrate(path: Path, files: _Files) -> FileResult:
+    lookup, names = _Lookup(path, files), files.names
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -91,25 +95,26 @@ class _Files:
 
     def __init__(self, known: Sequence[Path], names: Names | None) -> None:
         self.known = {path.resolve() for path in known}
-        self._names = names
-        self._carriers: dict[Path, frozenset[str]] = {}
+        self.names = names
+        self._found: dict[Path, Rewritten | None] = {}
         self._movers: dict[Path, frozenset[str]] = {}
 
-    def carriers(self, path: Path) -> frozenset[str]:
-        """Functions of a file that push weights through refit blocks only, once the file is migrated."""
-        if path not in self._carriers:
-            self._carriers[path] = frozenset()  # two files that import each other: cautious
+    def migrated(self, path: Path) -> Rewritten | None:
+        """A file after the codemod; None while it is at work on it (files may import each other), or where it cannot be."""
+        if path not in self._found:
+            self._found[path] = None
             with contextlib.suppress(Exception):
-                found = rewrite(path.read_bytes(), str(path), names=self._names, elsewhere=_Lookup(path, self))
-                self._carriers[path] = found.carriers
-        return self._carriers[path]
+                self._found[path] = rewrite(
+                    path.read_bytes(), str(path), names=self.names, elsewhere=_Lookup(path, self)
+                )
+        return self._found[path]
 
     def movers(self, path: Path) -> frozenset[str]:
         """Functions of a file that move a policy or value."""
         if path not in self._movers:
             self._movers[path] = frozenset()
             with contextlib.suppress(Exception):
-                self._movers[path] = moving_functions(path.read_bytes(), str(path), self._names)
+                self._movers[path] = moving_functions(path.read_bytes(), str(path), self.names)
         return self._movers[path]
 
 
@@ -123,7 +128,14 @@ class _Lookup:
     def carries(self, name: str) -> bool:
         """Whether an imported function pushes weights through refit blocks only."""
         module, _, function = name.rpartition(".")
-        return any(function in self._files.carriers(path) for path in self._paths(module))
+        found = [self._files.migrated(path) for path in self._paths(module)]
+        return any(result is not None and function in result.carriers for result in found)
+
+    def is_safe(self, name: str) -> bool:
+        """Whether an imported function does everything in scopes."""
+        module, _, function = name.rpartition(".")
+        found = [self._files.migrated(path) for path in self._paths(module)]
+        return bool(found) and all(result is not None and function in result.safe for result in found)
 
     def moves(self, name: str) -> bool:
         """Whether an imported function moves a policy or value."""
@@ -171,14 +183,15 @@ def migrate_files(
         results[result.path] = result
         on_done(result)
 
+    files = _Files(paths, names)
     if num_jobs == 1 or is_small:
         for path in paths:
-            done(migrate_file(path, known=paths, names=names))
+            done(_migrate(path, files))
     else:
         heavy = sorted((path for path in paths if sizes[path]), key=lambda path: -sizes[path])
         for path in paths:
             if not sizes[path]:
-                done(migrate_file(path, known=paths, names=names))
+                done(_migrate(path, files))
         _in_parallel(heavy, paths, names, num_jobs, done)
     return [results[path] for path in paths]
 
@@ -201,11 +214,9 @@ def _in_parallel(
 ) -> None:
     # Fresh processes: a fork would copy whatever threads a progress display has.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_jobs, mp_context=context)
+    pool = ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_begin, initargs=(tuple(known), names))
     try:
-        futures: dict[Future[FileResult], Path] = {
-            pool.submit(migrate_file, path, known=tuple(known), names=names): path for path in heavy
-        }
+        futures: dict[Future[FileResult], Path] = {pool.submit(_migrate_here, path): path for path in heavy}
         for future in as_completed(futures):
             try:
                 done(future.result())
@@ -213,3 +224,17 @@ def _in_parallel(
                 done(FileResult(path=futures[future], status=FileStatus.FAILED, error=f"its process died: {error}"))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+_shared: _Files | None = None
+"""What a process of the pool knows of the run's files, kept from one file to the next."""
+
+
+def _begin(known: Sequence[Path], names: Names | None) -> None:
+    global _shared  # noqa: PLW0603 (a process of a pool has nothing else that outlives a task)
+    _shared = _Files(known, names)
+
+
+def _migrate_here(path: Path) -> FileResult:
+    assert _shared is not None
+    return _migrate(path, _shared)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, blocks_of
+from rl_session_migrate.codemod.elsewhere import Elsewhere
 from rl_session_migrate.codemod.engines import place_in
 from rl_session_migrate.codemod.plan import CALLBACK, COROUTINES, OPEN_STEP, SHAPES
-from rl_session_migrate.codemod.program import Doing, Program
+from rl_session_migrate.codemod.program import Doing, Event, Program
+from rl_session_migrate.codemod.refits import is_covered
 from rl_session_migrate.codemod.scoping import covers
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
@@ -20,7 +22,7 @@ from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Shape, Site
 from rl_session_migrate.tree import dotted
 
-__all__ = ["Facts", "is_registrable"]
+__all__ = ["Facts", "is_registrable", "safe_functions"]
 
 
 class Facts:
@@ -28,12 +30,12 @@ class Facts:
 
     Args:
         program: The module.
-        moves: Whether a function of another module, by its dotted name, moves a policy or value.
+        elsewhere: What is known of functions of other modules.
     """
 
-    def __init__(self, program: Program, moves: Callable[[str], bool]) -> None:
+    def __init__(self, program: Program, elsewhere: Elsewhere) -> None:
         self.program = program
-        self._moves = moves
+        self._elsewhere = elsewhere
         self.bodies: dict[int, Block] = {}
         for function in program.functions:
             body = blocks_of(program, function)
@@ -72,16 +74,16 @@ class Facts:
     @property
     def _hands_to_a_mover(self) -> bool:
         """Whether a function of another migrated module is handed a tenant and moves it: what that leaves is relied on here."""
-        imports = self.program.module.outline.imports
-        for function in self.program.functions:
-            for event in self.program.all_events(function):
-                if event.doing is not Doing.HANDED or not isinstance(event.node, cst.Call):
-                    continue
-                first, _, rest = (dotted(event.node.func) or "").partition(".")
-                full = imports.get(first, "") + (f".{rest}" if rest else "")
-                if any(receiver.tenant is not Tenant.ENGINE for receiver in event.receivers()) and self._moves(full):
-                    return True
-        return False
+        return any(
+            self._elsewhere.moves(imported_name(self.program, event))
+            for function in self.program.functions
+            for event in self.program.all_events(function)
+            if event.doing is Doing.HANDED and any(r.tenant is not Tenant.ENGINE for r in event.receivers())
+        )
+
+    def is_in_sight(self, event: Event) -> bool:
+        """Whether a tenant is handed to a function of another module that computes in scopes only, and moves it so."""
+        return self._elsewhere.is_safe(imported_name(self.program, event))
 
     def block_of(self, site: Site) -> Block | None:
         """The block whose statement holds a site."""
@@ -114,6 +116,53 @@ class Facts:
         if not why and (not site.is_statement or site.is_conditional):
             why = "its statement does more than call it"
         return why
+
+
+def imported_name(program: Program, event: Event) -> str:
+    """The dotted name of the imported function that an event calls; "" for anything else."""
+    path = dotted(event.node.func) if isinstance(event.node, cst.Call) else None
+    first, _, rest = (path or "").partition(".")
+    full = program.module.outline.imports.get(first, "")
+    return full + (f".{rest}" if rest and full else "")
+
+
+def safe_functions(facts: Facts) -> frozenset[str]:
+    """Functions that a tenant can be handed to: everything they do with a policy or value stands in scopes.
+
+    To be asked of a module in which nothing is left to rewrite.
+    """
+    program = facts.program
+    bad: set[int] = set()
+    for function in program.functions:
+        if any(_is_bare(facts, event) for event in program.all_events(function)):
+            bad |= {id(outer) for outer in function.chain() if not outer.is_module}
+    while True:
+        callers = {
+            id(function)
+            for function in program.functions
+            for event in program.all_events(function)
+            if event.callee is not None and id(event.callee) in bad
+        }
+        if callers <= bad:
+            break
+        bad |= callers
+    return frozenset(f.name for f in program.module.outline.functions.values() if f.name and id(f) not in bad)
+
+
+def _is_bare(facts: Facts, event: Event) -> bool:
+    if not any(receiver.tenant is not Tenant.ENGINE for receiver in event.receivers()):
+        return False
+    site = event.site
+    match event.doing:
+        case Doing.USE:
+            return site is not None and site.method != "prepare_refit_info" and not facts.is_covered(site)
+        case Doing.LIFECYCLE:
+            return site is not None and site.rule.api is Api.LEGACY
+        case Doing.HANDED:
+            return not facts.is_in_sight(event)
+        case Doing.REFIT:
+            return not is_covered(facts.program, event)
+    return False
 
 
 def identity_of(site: Site) -> Identity:

@@ -10,13 +10,14 @@ import codecs
 import re
 import warnings
 from enum import StrEnum
-from typing import Protocol
 
 import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.decide import decide
 from rl_session_migrate.codemod.edits import apply
+from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
+from rl_session_migrate.codemod.facts import Facts, safe_functions
 from rl_session_migrate.codemod.finish import Spelling, finish
 from rl_session_migrate.codemod.imports import ADAPTER, add_import, spelling
 from rl_session_migrate.codemod.plan import Found, Plan
@@ -27,7 +28,7 @@ from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, analyse
 from rl_session_migrate.tree import children, parse
 
-__all__ = ["Elsewhere", "Outcome", "Rewritten", "Status", "could_matter", "moving_functions", "rewrite"]
+__all__ = ["Outcome", "Rewritten", "Status", "could_matter", "moving_functions", "rewrite"]
 
 MAX_PASSES = 8
 _WORDS = (
@@ -89,6 +90,7 @@ class Rewritten:
         outcomes: Every lifecycle site, in the order of the source.
         assumed: What was taken for granted, in words, with the line it concerns.
         carriers: Functions that push weights through a refit block, or make no legacy call of it any more.
+        safe: Functions that do everything they do with a policy or value in scopes.
         num_passes: How many passes it took.
     """
 
@@ -97,36 +99,13 @@ class Rewritten:
     outcomes: tuple[Outcome, ...] = ()
     assumed: tuple[str, ...] = ()
     carriers: frozenset[str] = frozenset()
+    safe: frozenset[str] = frozenset()
     num_passes: int = 0
 
     @property
     def changed(self) -> bool:
         """Whether anything is different."""
         return self.before != self.after
-
-
-class Elsewhere(Protocol):
-    """What is known of functions of other modules, by the dotted names they are imported under."""
-
-    def carries(self, name: str) -> bool:
-        """Whether a function pushes weights through refit blocks only."""
-        ...
-
-    def moves(self, name: str) -> bool:
-        """Whether a function moves a policy or value, by hand or in scopes."""
-        ...
-
-
-class _Nowhere:
-    """Nothing is known."""
-
-    def carries(self, name: str) -> bool:
-        del name
-        return False
-
-    def moves(self, name: str) -> bool:
-        del name
-        return False
 
 
 _COMPUTING = re.compile(
@@ -160,7 +139,7 @@ def rewrite(
         return Rewritten(before=data, after=data)
     bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
     _check_syntax(data)
-    worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or _Nowhere())
+    worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or NOWHERE)
     worker.run()
     after = bom + worker.data
     if data.endswith(b"\r") and not after.endswith(b"\r"):
@@ -172,6 +151,7 @@ def rewrite(
         outcomes=tuple(worker.outcomes),
         assumed=tuple(dict.fromkeys(worker.assumed)),
         carriers=worker.carriers,
+        safe=worker.safe,
         num_passes=worker.num_passes,
     )
 
@@ -195,8 +175,8 @@ class _Rewriter:
         self.elsewhere = elsewhere
         self.assumed: list[str] = []
         self.carriers: frozenset[str] = frozenset()
+        self.safe: frozenset[str] = frozenset()
         self.num_passes = 0
-        self._imports: dict[str, str] = {}
         self._alive: list[int] = []
         self._found: list[Outcome] = []
 
@@ -206,12 +186,11 @@ class _Rewriter:
 
     def run(self) -> None:
         module = analyse(parse(self.data, self.path), self.names)
-        self._imports = module.outline.imports
         self._found = [_outcome(site) for site in _counted(module)]
         self._alive = list(range(len(self._found)))
         while True:
             program = Program(module)
-            plan = decide(program, self._carries, self.elsewhere.moves)
+            plan = decide(program, self.elsewhere)
             if not plan.changes or self.num_passes >= MAX_PASSES:
                 break
             self.num_passes += 1
@@ -219,8 +198,11 @@ class _Rewriter:
             self.data = self._edited(module, plan)
             module = analyse(parse(self.data, self.path), self.names)
         self._note_left(module, plan)
+        facts = Facts(program, self.elsewhere)
         self.carriers = _carriers(module)
-        self.data = self._finished(program, plan)
+        if module.receivers.speaks:  # else it is not even known what in it computes
+            self.safe = safe_functions(facts)
+        self.data = self._finished(facts, plan)
 
     # -- text ----------------------------------------------------------------------------------------------------
 
@@ -232,21 +214,14 @@ class _Rewriter:
             tree = add_import(tree, module.outline, ADAPTER, "scopes", local)
         return tree.bytes
 
-    def _finished(self, program: Program, plan: Plan) -> bytes:
-        module = program.module
+    def _finished(self, facts: Facts, plan: Plan) -> bytes:
+        module = facts.program.module
         names = Spelling(spelling(module.outline, ADAPTER, "scopes"), spelling(module.outline, ADAPTER, "share"))
-        tree = finish(program, plan, _parents(module.source.module), names)
+        tree = finish(facts, plan, _parents(module.source.module), names)
         text = tree.bytes
         if f"{names.share}(".encode() in text and tree is not module.source.module:
             tree = add_import(tree, module.outline, ADAPTER, "share", names.share)
         return tree.bytes
-
-    # -- helpers -------------------------------------------------------------------------------------------------
-
-    def _carries(self, helper: HelperSite) -> bool:
-        """Whether a helper that is imported pushes through refit blocks by itself."""
-        imported = self._imports.get(helper.helper.name)
-        return imported is not None and self.elsewhere.carries(imported)
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
