@@ -583,6 +583,21 @@ class Control:
                 self.mode, self.row = outer_mode, row
             raise
 
+    def retry_pending(self, attempted: str) -> None:
+        """Make up for a release that failed, if nobody is at work on the policy.
+
+        Raises:
+            RLSessionError: It failed again; it stays pending.
+        """
+        if self.closed or self.fault is not None or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if not self.is_busy:
+                with self.changing():
+                    self._retry_release(attempted)
+        finally:
+            self.lock.release()
+
     def _retry_release(self, attempted: str) -> None:
         """The way out of an earlier scope failed: make up for it before anything else."""
         if self._pending_release:

@@ -1,6 +1,7 @@
 """The offload engine: moves storages between a device and the host, all or nothing, without changing a bit.
 
     tensors     what a storage is, which tensors can be moved, fresh aliases of bytes
+    shards      what FSDP2 keeps behind the parameters
     inventory   finding every tensor of a policy by scanning
     gradients   which gradients an optimizer step has consumed
     device      the device interface, CUDA, and the emulated CPU device

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rl_session.errors import DeviceMemoryError, HostMemoryError, RLSessionError, TransitionError
 from rl_session.lifecycle import Component, Placement, Tier
@@ -20,11 +21,11 @@ from rl_session.offload import tensors
 from rl_session.offload.caches import CacheHook, run_cache_hooks
 from rl_session.offload.device import Device
 from rl_session.offload.gradients import GradientStamps
-from rl_session.offload.guard import reveal
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
 from rl_session.offload.ledger import Explain, Ledger, Snapshot
 from rl_session.offload.reports import MoveReport, Notice
+from rl_session.offload.shards import Shards
 from rl_session.offload.tensors import library_access
 from rl_session.offload.transaction import Transaction
 from rl_session.offload.unit import Unit
@@ -96,6 +97,11 @@ class Engine:
         return self.ledger.nbytes
 
     @property
+    def shards(self) -> Shards:
+        """What FSDP2 keeps behind the module; empty for a module without it."""
+        return self.ledger.sources.shards
+
+    @property
     def watch(self) -> Watch:
         """Who may write, and whether something was written."""
         return self.ledger.watch
@@ -111,7 +117,7 @@ class Engine:
         return self.watch.epoch()
 
     def refresh(self, *, deep: bool = False) -> Snapshot:
-        """Scan, and say where everything is; see :meth:`Ledger.refresh`."""
+        """Scan, and say where everything is; see :meth:`Ledger.refresh`. FSDP2 modules stay as they are: one rank may look."""
         return self.ledger.refresh(deep=deep)
 
     def away(self, components: Iterable[str]) -> list[str]:
@@ -138,6 +144,7 @@ class Engine:
             FaultedError: It went wrong, and so did putting things back.
         """
         with library_access():
+            self.shards.reshard()
             todo = self.plan(snapshot, target)
             transaction = Transaction(self.ledger, snapshot, todo, self.pool, verify=self.verify, pin=self.pin)
             try:
@@ -254,30 +261,43 @@ class Engine:
         Returns:
             Whether that was possible: every storage has the copy it was brought in from, and no step was made since.
         """
-        if not self.snapshots_intact:
+        if not self.has_snapshot(components):
             return False
-        wanted = set(components)
         with library_access():
-            snapshot = self.refresh()
-            units = [
-                snapshot.units[key]
-                for key, found in snapshot.inventory.storages.items()
-                if wanted.intersection(found.components) and snapshot.units[key].tier is Tier.DEVICE
-            ]
-            if not all(unit.is_snapshot and unit.host is not None for unit in units):
-                return False
+            self.shards.reshard()
+            snapshot, units = self._snapshot_units(components)
             self.device.copy_in([(self.ledger.storage(u, snapshot), u.host_bytes()) for u in units])
             self.device.synchronize()
         return True
+
+    def has_snapshot(self, components: Iterable[str]) -> bool:
+        """Whether :meth:`restore_snapshot` could do it."""
+        if not self.snapshots_intact:
+            return False
+        with library_access():
+            _, units = self._snapshot_units(components)
+        return all(unit.is_snapshot and unit.host is not None for unit in units)
+
+    def _snapshot_units(self, components: Iterable[str]) -> tuple[Snapshot, list[Unit]]:
+        wanted = set(components)
+        snapshot = self.refresh()
+        units = [
+            snapshot.units[key]
+            for key, found in snapshot.inventory.storages.items()
+            if wanted.intersection(found.components) and snapshot.units[key].tier is Tier.DEVICE
+        ]
+        return snapshot, units
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def readable(self, tensor: Tensor) -> Tensor:
         """A tensor with the same values that may be read now: itself, or a view of its host buffer.
 
-        The result shares memory with what it reads from; clone it to keep it.
+        The result shares memory with what it reads from; clone it to keep it. A DTensor gives a DTensor of the same spec.
         """
         with library_access():
+            if isinstance(tensor, DTensor):
+                return _like(tensor, self.readable(tensor._local_tensor))
             inner = list(tensors.plain_tensors(tensor))
             if len(inner) != 1 or inner[0] is not tensor:
                 return tensor
@@ -293,6 +313,8 @@ class Engine:
         No version counter changes. Call :meth:`forget_snapshots` afterwards: host copies are not compared any more.
         """
         with library_access():
+            if isinstance(tensor, DTensor):
+                return _like(tensor, self.writable(tensor._local_tensor))
             unit = self.device.units.get(tensors.storage_of(tensor)._cdata)
             if unit is None:
                 return tensor.detach()
@@ -386,5 +408,10 @@ class Engine:
             home.copy_(unit.host_bytes()) if unit.tier is Tier.HOST else home.zero_()
             for alias in unit.live_aliases():
                 alias.data = tensors.fresh_view(alias, home.untyped_storage())
-                reveal(alias)
+            self.ledger.reveal(unit)
             unit.tier = Tier.DEVICE
+
+
+def _like(tensor: DTensor, shard: Tensor) -> DTensor:
+    """A DTensor of the same spec around another shard, wherever that is: ``from_local`` would copy it to the mesh's device."""
+    return DTensor(shard, tensor._spec, requires_grad=False)

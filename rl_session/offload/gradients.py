@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from rl_session.offload.tensors import library_access
+from rl_session.offload.tensors import library_access, plain_tensors
 
 __all__ = ["GradientStamps"]
 
@@ -26,12 +26,14 @@ class GradientStamps:
         """Stamp gradients as consumed: by an optimizer step, or because they were dropped."""
         with library_access():
             self._stamps = {key: stamp for key, stamp in self._stamps.items() if stamp[0]() is not None}
+            # Of a sharded gradient the shard is stamped: FSDP accumulates into it, and bumps no version but its own.
+            plain = [inner for gradient in gradients for inner in plain_tensors(gradient)]
             self._stamps.update(
-                {id(grad): (weakref.ref(grad), grad._version) for grad in gradients if not grad.is_inference()}
+                {id(grad): (weakref.ref(grad), grad._version) for grad in plain if not grad.is_inference()}
             )
 
     def is_live(self, gradient: Tensor) -> bool:
-        """Whether nobody has consumed ``gradient`` since it was last written."""
+        """Whether nobody has consumed ``gradient``, a plain tensor, since it was last written."""
         stamp = self._stamps.get(id(gradient))
         if stamp is None or stamp[0]() is not gradient:
             return True

@@ -14,18 +14,21 @@ argument: ``torch.tensor(away)``, ``other.set_(away)``, ``other.data = away``, `
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch._guards import CompileContext
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from rl_session.errors import OffloadedAccessError
 from rl_session.offload.inventory import reachable_tensors
+from rl_session.offload.tensors import AWAY_TYPES
 
 __all__ = ["AwayNote", "Explain", "Guard", "describe_away", "hide", "reveal"]
 
@@ -54,7 +57,6 @@ class AwayNote:
 _NOTES: dict[int, tuple[weakref.ref[Tensor], AwayNote]] = {}
 """Notes of the tensors that are away, by ``id``; an entry goes when the tensor comes back or dies."""
 _AWAY_CLASSES: dict[type[Tensor], type[Tensor]] = {}
-_AWAY_TYPES: set[type] = set()
 
 
 def _descriptor(name: str) -> Any:
@@ -166,13 +168,13 @@ def _away_class(cls: type[Tensor]) -> type[Tensor]:
         body.update((name, _refusing(name)) for name in _NOT_INTERCEPTED)
         away = type(f"Away{cls.__name__}", (cls,), body)
         _AWAY_CLASSES[cls] = away
-        _AWAY_TYPES.add(away)
+        AWAY_TYPES.add(away)
     return away
 
 
 def hide(tensor: Tensor, note: AwayNote) -> None:
     """Make every touch of ``tensor`` but metadata raise. Idempotent."""
-    if type(tensor) not in _AWAY_TYPES:
+    if type(tensor) not in AWAY_TYPES:
         tensor.__class__ = _away_class(type(tensor))
     key = id(tensor)
     _NOTES[key] = (weakref.ref(tensor, lambda _: _NOTES.pop(key, None)), note)
@@ -180,7 +182,7 @@ def hide(tensor: Tensor, note: AwayNote) -> None:
 
 def reveal(tensor: Tensor) -> None:
     """Undo :func:`hide`."""
-    if type(tensor) in _AWAY_TYPES:
+    if type(tensor) in AWAY_TYPES:
         tensor.__class__ = type(tensor).__mro__[1]
         _NOTES.pop(id(tensor), None)
 
@@ -188,7 +190,7 @@ def reveal(tensor: Tensor) -> None:
 def describe_away(tensor: Tensor) -> AwayNote | None:
     """The note of a tensor whose bytes are away, or None when they are where they should be."""
     entry = _NOTES.get(id(tensor))
-    return entry[1] if entry is not None and type(tensor) in _AWAY_TYPES else None
+    return entry[1] if entry is not None and type(tensor) in AWAY_TYPES else None
 
 
 def _outputs(output: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -230,6 +232,8 @@ class Guard:
     _is_in_forward: bool = False
     """Whether a guarded forward is running, whose output stands for those of its submodules."""
     _handles: list[RemovableHandle] = attrs.field(factory=list)
+    _first: list[tuple[nn.Module, int]] = attrs.field(factory=list)
+    """FSDP2 modules, and the id of the hook that has to run before FSDP's own."""
 
     def __deepcopy__(self, memo: Any) -> Guard:
         """Hooks are copied with the module that has them; the copy is nobody's, and nothing of it is ever away."""
@@ -242,16 +246,21 @@ class Guard:
         """Register every hook; ``modules`` are the module and the wrappers through which it is called."""
         modules = list(modules)
         for module in modules:
+            # Ours run first: FSDP gathers in hooks of its own, and from freed storages it would crash.
+            before = module.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._first.append((module, before.id))
             self._handles += [
-                module.register_forward_pre_hook(self._before_forward, prepend=True),
-                module.register_forward_hook(self._after_forward, always_call=True),
+                before,
+                module.register_forward_hook(self._after_forward, always_call=True, prepend=True),
                 module.register_state_dict_pre_hook(self._before_state_dict),
             ]
         # On every submodule: torch wraps what a tensor raises while one is loaded alone in an error of its own, and a
         # backward through a graph that one made alone would crash.
         for module in {id(m): m for root in modules for m in root.modules()}.values():
             if module not in modules and next(module.parameters(), None) is not None:
-                self._handles.append(module.register_forward_hook(self._after_forward_alone))
+                self._handles.append(module.register_forward_hook(self._after_forward_alone, prepend=True))
+            if module not in modules and isinstance(module, FSDPModule):
+                self._guard_block(module)
             self._handles += [
                 module.register_load_state_dict_pre_hook(self._before_load),
                 module.register_load_state_dict_post_hook(self._after_load),
@@ -264,6 +273,19 @@ class Guard:
                 optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
                 optimizer.register_load_state_dict_post_hook(self._after_optimizer_load),
             ]
+
+    def _guard_block(self, module: nn.Module) -> None:
+        """An FSDP2 module inside the policy's: called alone, it gathers its own parameters."""
+        before = module.register_forward_pre_hook(self._before_block, prepend=True)
+        self._first.append((module, before.id))
+        self._handles += [before, module.register_state_dict_pre_hook(self._before_state_dict)]
+
+    def come_first(self) -> None:
+        """Make sure that no forward hook registered since :meth:`install` (``fully_shard`` again) runs before ours."""
+        for module, hook in self._first:
+            hooks = cast("OrderedDict[int, Callable[..., Any]]", module._forward_pre_hooks)
+            if hook in hooks and next(iter(hooks)) != hook:
+                hooks.move_to_end(hook, last=False)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -279,6 +301,7 @@ class Guard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._first.clear()
 
     def refuse(self, call: str, needs: Iterable[str], remedy: str) -> None:
         """Raise if any of ``needs`` is away.
@@ -299,6 +322,15 @@ class Guard:
         if torch.compiler.is_compiling():
             return
         self._is_in_forward = True
+        self.on_forward()
+        if module.training:
+            self.on_train_forward()
+
+    def _before_block(self, module: nn.Module, args: Any) -> None:
+        del args
+        if self._is_in_forward or torch.compiler.is_compiling():
+            return
+        self.refuse("forward()", ("params", "buffers"), "with policy.logprob_mode(): model(...)")
         self.on_forward()
         if module.training:
             self.on_train_forward()

@@ -11,17 +11,20 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rl_session.lifecycle import Component
+from rl_session.offload.shards import Shards
 from rl_session.offload.tensors import check_supported, library_access, plain_tensors, storage_of
 
-__all__ = ["Entry", "Found", "Sources", "reachable_tensors", "scan"]
+__all__ = ["Entry", "Found", "Sources", "has_tensors", "reachable_tensors", "scan"]
 
 _MAX_DEPTH = 16
 
@@ -43,6 +46,19 @@ class Sources:
     masters: list[Tensor] = attrs.field(factory=list)
     reference: nn.Module | None = None
     extras: dict[str, Any] = attrs.field(factory=dict)
+    shards: Shards = attrs.field(init=False)
+
+    @shards.default
+    def _find_shards(self) -> Shards:
+        return Shards(module for module in (self.module, self.reference) if module is not None)
+
+    @property
+    def placed_elsewhere(self) -> frozenset[str]:
+        """Components that FSDP's ``CPUOffloadPolicy`` keeps on the host, and no move of ours touches."""
+        return _PLACED_BY_FSDP if self.shards.is_placed_by_fsdp else frozenset()
+
+
+_PLACED_BY_FSDP = frozenset({str(Component.PARAMS), str(Component.GRADS), str(Component.OPTIMIZER)})
 
 
 @attrs.define(eq=False)
@@ -54,6 +70,8 @@ class Entry:
     tensor: Tensor
     is_grad_slot: bool = False
     """Whether it is the ``.grad`` of a parameter, which can be dropped by setting it to None."""
+    wrapper: Tensor | None = None
+    """The tensor subclass around it, which is what users hold (a DTensor around its shard)."""
 
 
 @attrs.define(eq=False)
@@ -65,6 +83,11 @@ class Found:
     entries: list[Entry]
     aliases: dict[int, Tensor]
     """Every known tensor over the storage by ``id``, those that belong to no component included."""
+
+    @property
+    def wrappers(self) -> list[Tensor]:
+        """The DTensors around what is over it."""
+        return [entry.wrapper for entry in self.entries if isinstance(entry.wrapper, DTensor)]
 
     @cached_property
     def components(self) -> tuple[str, ...]:
@@ -84,6 +107,8 @@ class Inventory:
     storages: dict[int, Found]
     uncovered: dict[int, tuple[str, int]]
     """Storages that hold tensors of no component: identity to (name, bytes)."""
+    empty_shards: list[Entry] = attrs.field(factory=list)
+    """DTensors of which this rank has nothing; the other ranks have the rest."""
 
     def entries(self, component: str) -> Iterator[Entry]:
         """Every entry of one component."""
@@ -91,6 +116,13 @@ class Inventory:
             for entry in found.entries:
                 if entry.component == component:
                     yield entry
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether an extra holds anything that can be moved."""
+    if isinstance(value, nn.Module):
+        return any(True for _ in (*value.parameters(), *value.buffers()))
+    return any(True for _ in reachable_tensors(value, ""))
 
 
 def reachable_tensors(
@@ -114,7 +146,7 @@ def reachable_tensors(
 
 
 _LEAVES = (
-    *(str, bytes, int, float, complex, bool, type, nn.Module, torch.dtype, torch.device, weakref.ref),
+    *(str, bytes, int, float, complex, bool, type, Enum, nn.Module, torch.dtype, torch.device, weakref.ref),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
 
@@ -167,12 +199,15 @@ def _inner(entry: Entry, tensor: Tensor, index: int) -> Entry:
     """The entry of a plain tensor inside a wrapper subclass: storages are told apart by name."""
     if entry.tensor is tensor:
         return entry
-    return attrs.evolve(entry, tensor=tensor, name=f"{entry.name}.{index}")
+    name = entry.name if isinstance(entry.tensor, DTensor) else f"{entry.name}.{index}"  # that one has one inside
+    return attrs.evolve(entry, tensor=tensor, name=name, wrapper=entry.tensor)
 
 
 def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
     if _has_no_storage(tensor):
         check_supported(tensor, entry.name)
+        if isinstance(entry.wrapper, DTensor):
+            inventory.empty_shards.append(entry)
         return
     storage = storage_of(tensor)
     found = inventory.storages.get(storage._cdata)
@@ -181,6 +216,8 @@ def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
     known = found.aliases.get(id(tensor))
     if known is None or all(e.component != entry.component for e in found.entries):
         found.entries.append(entry)
+    elif entry.wrapper is not None and all(e.wrapper is not entry.wrapper for e in found.entries):
+        found.entries.append(entry)  # another DTensor around the same shard
     _know(found, tensor)
 
 
@@ -192,7 +229,10 @@ def _know(found: Found, tensor: Tensor) -> None:
 
 
 def _has_no_storage(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or tensor.is_meta or tensor.layout is not torch.strided
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return True
+    # An empty shard may lie in a storage of padding, or of other shards' gradients, and keeps it alive.
+    return tensor.numel() == 0 and storage_of(tensor).nbytes() == 0
 
 
 def _add_alias(inventory: Inventory, name: str, tensor: Tensor) -> None:
@@ -212,7 +252,8 @@ _SCALAR_BYTES = 16
 
 
 def _entries(sources: Sources) -> Iterator[Entry]:
-    yield from _module_entries(sources.module, Component.PARAMS, Component.BUFFERS, "")
+    shards = sources.shards
+    yield from _module_entries(sources.module, Component.PARAMS, Component.BUFFERS, "", shards)
     parameters = _trainables(sources)
     yield from _gradient_entries(parameters)
     yield from _optimizer_entries(sources)
@@ -223,15 +264,23 @@ def _entries(sources: Sources) -> Iterator[Entry]:
             for path, tensor in reachable_tensors(extra, name):
                 yield Entry(name, path, tensor)
     if sources.reference is not None:
-        yield from _module_entries(sources.reference, Component.REFERENCE, Component.REFERENCE, "reference.")
+        yield from _module_entries(sources.reference, Component.REFERENCE, Component.REFERENCE, "reference.", shards)
 
 
-def _module_entries(module: nn.Module, params: str, buffers: str, prefix: str) -> Iterator[Entry]:
+def _module_entries(
+    module: nn.Module, params: str, buffers: str, prefix: str, shards: Shards | None = None
+) -> Iterator[Entry]:
+    stand_ins = shards.unsharded() if shards else {}
+    padded = shards.padded() if shards else {}
     for path, submodule in module.named_modules(remove_duplicate=True):
         dot = f"{prefix}{path}." if path else prefix
         for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                yield Entry(params, f"{dot}{name}", parameter)
+            if parameter is None:
+                continue
+            shard = stand_ins.get(id(parameter), parameter)
+            yield Entry(params, f"{dot}{name}", shard)
+            if id(shard) in padded:
+                yield Entry(params, f"{dot}{name}", padded[id(shard)])
         for name, buffer in submodule._buffers.items():
             if buffer is not None:
                 yield Entry(buffers, f"{dot}{name}", buffer)
@@ -239,7 +288,7 @@ def _module_entries(module: nn.Module, params: str, buffers: str, prefix: str) -
 
 def _trainables(sources: Sources) -> list[tuple[str, Tensor]]:
     """Module parameters, then optimizer parameters that are not the module's, each once."""
-    named: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in sources.module.named_parameters()}
+    named: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in sources.shards.parameters(sources.module)}
     if sources.optimizer is not None:
         for index, group in enumerate(sources.optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -262,7 +311,7 @@ def _gradient_entries(parameters: list[tuple[str, Tensor]]) -> Iterator[Entry]:
 def _optimizer_entries(sources: Sources) -> Iterator[Entry]:
     if sources.optimizer is None:
         return
-    own = {id(p) for p in sources.module.parameters()}
+    own = {id(p) for _, p in sources.shards.parameters(sources.module)}
     foreign = [p for group in sources.optimizer.param_groups for p in group["params"] if id(p) not in own]
     for index, tensor in enumerate([*foreign, *sources.masters]):
         yield Entry(Component.OPTIMIZER, f"optimizer master {index}", tensor)
@@ -278,9 +327,12 @@ def _side_tensors(sources: Sources, *, deep: bool) -> Iterator[tuple[str, Tensor
     """Tensors held as plain attributes: aliases of what was found, or bytes that no component covers."""
     for path, submodule in sources.module.named_modules():
         for name, value in submodule.__dict__.items():
-            if name not in _MODULE_INTERNALS and (deep or isinstance(value, _CONTAINERS)):
+            if not _is_internal(name) and (deep or isinstance(value, _CONTAINERS)):
                 yield from reachable_tensors(value, f"{path}.{name}" if path else name, _SIDE_DEPTH)
-    for name, parameter in sources.module.named_parameters():
+    if deep:
+        yield from sources.shards.gathered()
+        yield from sources.shards.hidden_gradients()
+    for name, parameter in sources.shards.parameters(sources.module):
         for attribute, value in parameter.__dict__.items():
             yield from reachable_tensors(value, f"{name}.{attribute}", _SIDE_DEPTH)
     if sources.optimizer is not None:
@@ -289,7 +341,13 @@ def _side_tensors(sources: Sources, *, deep: bool) -> Iterator[tuple[str, Tensor
                 yield from reachable_tensors(value, f"optimizer.{attribute}", _SIDE_DEPTH)
 
 
+def _is_internal(attribute: str) -> bool:
+    return attribute in _MODULE_INTERNALS or attribute.startswith(_FSDP_STATE)
+
+
 _CONTAINERS = (Tensor, list, tuple, dict)
 _SIDE_DEPTH = _MAX_DEPTH - 3
+_FSDP_STATE = "__composable_api_state_key"
+"""How the attribute begins where torch keeps what ``fully_shard`` knows; :mod:`rl_session.offload.shards` reads that."""
 _MODULE_INTERNALS = frozenset({*nn.Module().__dict__})
 _OPTIMIZER_COVERED = frozenset({"state", "param_groups", "defaults"})

@@ -97,10 +97,10 @@ class Ledger:
         if unit.tier is Tier.DEVICE and found.storage.nbytes() < unit.nbytes:
             self._refuse_foreign_offload(found.name)
         is_hidden = unit.storage is not None and (unit.host is not None or unit.tier is Tier.NONE)
-        if is_hidden and not unit.aliases.keys() >= found.aliases.keys():
-            unit.remember_aliases(found.aliases.values())
+        is_known = unit.aliases.keys() >= found.aliases.keys() and unit.wrappers.keys() >= {*map(id, found.wrappers)}
+        unit.remember_aliases(found.aliases.values(), found.wrappers)
+        if is_hidden and not is_known:
             self.hide(unit, found.components[0])
-        unit.remember_aliases(found.aliases.values())
         unit.needs.setdefault(self, unit.tier)
         return is_new and unit.tier is Tier.DEVICE
 
@@ -109,7 +109,7 @@ class Ledger:
             tensors.check_supported(entry.tensor, entry.name)
         if found.storage.nbytes() == 0:
             self._refuse_foreign_offload(found.name)
-        resident = self.device.is_resident(found.storage)
+        resident = self.device.is_resident(found.storage) and not self._is_placed_elsewhere(found)
         unit = Unit(
             key=found.key,
             nbytes=found.storage.nbytes(),
@@ -121,6 +121,9 @@ class Ledger:
         )
         self.device.units[found.key] = unit
         return unit
+
+    def _is_placed_elsewhere(self, found: Found) -> bool:
+        return self.sources.placed_elsewhere.issuperset(found.components)
 
     def _refuse_foreign_offload(self, name: str) -> NoReturn:
         label, facts = self.explain()
@@ -154,21 +157,33 @@ class Ledger:
         nbytes: dict[str, dict[Tier, int]] = {name: {} for name in self.component_names()}
         away: dict[str, int] = dict.fromkeys(nbytes, 0)
         freed: set[str] = set()
+        placed_elsewhere = self.sources.placed_elsewhere
         for key, found in inventory.storages.items():
             unit = units[key]
             components = found.components
             counted = nbytes[components[0]]
             counted[unit.tier] = counted.get(unit.tier, 0) + unit.nbytes
-            if unit.tier is Tier.DEVICE:
+            if unit.tier is Tier.DEVICE or placed_elsewhere.issuperset(components):
                 continue
             for component in components:
                 away[component] += 1
                 if unit.tier is Tier.NONE:
                     freed.add(component)
+        self._hide_empty_shards(inventory, away)
         self._away = away
         self.placement, self.nbytes = Placement(self._tiers(inventory, units)), nbytes
         self.is_stale = False
         return Snapshot(inventory, units, self.placement, live, frozenset(freed), nbytes)
+
+    def _hide_empty_shards(self, inventory: Inventory, away: dict[str, int]) -> None:
+        """A rank with nothing of a tensor refuses what the others refuse: alone it would wait for them in a collective."""
+        for entry in inventory.empty_shards:
+            for tensor in (entry.tensor, entry.wrapper):
+                assert tensor is not None
+                if away[entry.component]:
+                    hide(tensor, AwayNote(entry.name, entry.component, "on the host", self.explain))
+                else:
+                    reveal(tensor)
 
     def _tiers(self, inventory: Inventory, units: dict[int, Unit]) -> dict[str, Tier]:
         """The tier of each component: the highest of the storages that are its alone, else of those it shares.
@@ -220,6 +235,7 @@ class Ledger:
                 floor=unit.floor_for(self),
             )
             for key, found in snapshot.inventory.storages.items()
+            if not self._is_placed_elsewhere(found)
             for unit in (snapshot.units[key],)
         ] + [self._orphan_facts(unit) for unit in snapshot.orphans()]
 
@@ -257,18 +273,19 @@ class Ledger:
         """Every tensor whose ``.grad`` belongs to this policy."""
         optimizer = self.sources.optimizer
         groups = optimizer.param_groups if optimizer is not None else []
-        return [*self.sources.module.parameters(), *(p for g in groups for p in g["params"]), *self.sources.masters]
+        own = (parameter for _, parameter in self.sources.shards.parameters(self.sources.module))
+        return [*own, *(p for g in groups for p in g["params"]), *self.sources.masters]
 
     def hide(self, unit: Unit, component: str) -> None:
         """Make every known tensor over a storage refuse to be touched."""
         where = "on the host" if unit.tier is Tier.HOST else "freed"
         note = AwayNote(unit.name, component, where, self.explain)
-        for tensor in unit.live_aliases():
+        for tensor in unit.live_tensors():
             hide(tensor, note)
 
     def reveal(self, unit: Unit) -> None:
         """Undo :meth:`hide`."""
-        for tensor in unit.live_aliases():
+        for tensor in unit.live_tensors():
             reveal(tensor)
 
     def forget(self, unit: Unit) -> None:

@@ -70,6 +70,7 @@ def replaced(
         snapshot = engine.refresh()
         named = _units(snapshot, components)
         _check_same(engine, named, contents)
+        engine.shards.reshard()  # what is gathered now would outlive the weights it was gathered from
         units = list(named.values())
         for unit in units:  # of a policy at rest that shares it: what we write here is no touch
             unit.look_at_barrier()
@@ -90,6 +91,8 @@ def replaced(
             _write_back(engine, snapshot, units)
             for unit in units:
                 unit.host_valid = unit.host_valid and stays_valid
+                if unit.tier is Tier.HOST:  # where FSDP keeps it on the host, its own storage has the bytes
+                    unit.release_host()
                 if unit.resters:
                     engine.watch.cover(unit)
 
@@ -141,6 +144,7 @@ def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
 
 def _write_back(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> None:
     """Put the live bytes back; once more after a failure, and before an interrupt is handed on."""
+    engine.shards.reshard()
     pairs = [(engine.ledger.storage(u, snapshot), u.host.data) for u in units if u.host is not None]
     interrupt: BaseException | None = None
     for attempt in (1, 2):

@@ -16,17 +16,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rl_session.errors import UnsupportedError
 
 __all__ = [
+    "AWAY_TYPES",
     "byte_alias",
     "check_supported",
     "find_storage",
     "fresh_view",
     "library_access",
+    "local_nbytes",
     "num_holders",
     "plain_tensors",
     "rehome",
     "storage_of",
     "weak_storage",
 ]
+
+
+AWAY_TYPES: set[type] = set()
+"""The classes that tensors have while their bytes are away (:mod:`rl_session.offload.guard` makes them)."""
 
 
 @contextmanager
@@ -101,6 +107,11 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         inner = getattr(tensor, name)
         if isinstance(inner, Tensor):
             yield from plain_tensors(inner)
+
+
+def local_nbytes(tensor: Tensor) -> int:
+    """Bytes of the values of a tensor in this process: of a sharded one, those of its shard."""
+    return sum(inner.numel() * inner.element_size() for inner in plain_tensors(tensor))
 
 
 def check_supported(tensor: Tensor, label: str) -> None:

@@ -189,6 +189,9 @@ class Transaction:
         """
         found = self.snapshot.inventory.storages[move.key]
         slots = {id(entry.tensor): entry.tensor for entry in found.entries if entry.is_grad_slot}
+        # FSDP cuts the gradients of a module out of one buffer, which it does not keep: nobody else looks at it.
+        buffers = (e.tensor._base for e in found.entries if e.is_grad_slot and e.wrapper is not None)
+        slots.update({id(buffer): buffer for buffer in buffers if buffer is not None})
         if slots.keys() != found.aliases.keys():
             return False
         is_alone = len(slots) == 1 and found.entries[0].tensor.nbytes == move.nbytes
@@ -196,7 +199,8 @@ class Transaction:
 
     def _clear_slots(self, found: Found) -> None:
         for parameter in self.ledger.owners_of_gradients():
-            if parameter.grad is not None and id(parameter.grad) in found.aliases:
+            gradient = parameter.grad
+            if gradient is not None and any(id(inner) in found.aliases for inner in tensors.plain_tensors(gradient)):
                 parameter.grad = None
 
     def _free_in_place(self, unit: Unit, found: Found) -> None:

@@ -43,6 +43,7 @@ class Unit:
         versions: Version counters of the known tensors when ``host`` was valid.
         checksum: Of the bytes in ``host``, when contents are verified.
         aliases: Known tensors over it, weakly, by ``id``.
+        wrappers: DTensors around those, weakly, by ``id``; they have no bytes of their own.
         needs: The tier each engine needs it at.
         resters: The owners that are outside every scope in a read-only mode, where anybody may write.
         is_armed: Whether a write barrier was put up around it, and nobody found it down.
@@ -63,6 +64,7 @@ class Unit:
     versions: dict[int, int] = attrs.field(factory=dict)
     checksum: int | None = None
     aliases: dict[int, weakref.ref[Tensor]] = attrs.field(factory=dict)
+    wrappers: dict[int, weakref.ref[Tensor]] = attrs.field(factory=dict)
     needs: dict[object, Tier] = attrs.field(factory=dict)
     resters: set[object] = attrs.field(factory=set)
     is_armed: bool = False
@@ -77,9 +79,15 @@ class Unit:
         """The known tensors that still exist."""
         return [tensor for ref in self.aliases.values() if (tensor := ref()) is not None]
 
-    def remember_aliases(self, tensors: Iterable[Tensor]) -> None:
-        """Take note of tensors over the storage; the dead ones are forgotten."""
+    def live_tensors(self) -> list[Tensor]:
+        """The known tensors that still exist, and the wrappers around them."""
+        return [*self.live_aliases(), *(tensor for ref in self.wrappers.values() if (tensor := ref()) is not None)]
+
+    def remember_aliases(self, tensors: Iterable[Tensor], wrappers: Iterable[Tensor] = ()) -> None:
+        """Take note of tensors over the storage, and of wrappers around those; the dead ones are forgotten."""
         self.aliases = {id(t): weakref.ref(t) for t in (*self.live_aliases(), *tensors)}
+        known = [tensor for ref in self.wrappers.values() if (tensor := ref()) is not None]
+        self.wrappers = {id(t): weakref.ref(t) for t in (*known, *wrappers)}
 
     def current_versions(self) -> dict[int, int]:
         """Version counters now. Call below ``__torch_function__``."""

@@ -1,6 +1,10 @@
 """One rank of a policy, and groups of ranks with one contract.
 
     batch        what a batch must be
+    shares       who gets which rows, and results back in order
+    parallel     a model spread over ranks: FSDP2, DDP, a function
+    ranks        what ranks tell each other; failing together
+    gradients    gradients of ranks made one
     compute      logprobs, top-k, scores, values
     train_step   gradients and one optimizer step
     reference    the reference model: a copy swapped in, a module of its own, or an adapter switched off

@@ -11,7 +11,7 @@ Shape suffixes: B sequences, S positions.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,20 @@ from torch import Tensor
 
 from rl_session.errors import BatchError
 
-__all__ = ["Batch", "check_batch", "counts", "micro_batches", "size", "slice_batch", "to_device", "valid_mask"]
+__all__ = [
+    "Batch",
+    "check_batch",
+    "counts",
+    "global_batches",
+    "micro_batches",
+    "num_micro_batches",
+    "positive",
+    "size",
+    "slice_batch",
+    "take_rows",
+    "to_device",
+    "valid_mask",
+]
 
 Batch = dict[str, Any]
 
@@ -76,6 +89,48 @@ def slice_batch(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
     return {key: value[start:stop] if _num_rows(value) == num else value for key, value in batch.items()}
 
 
+def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> Batch:
+    """The sequences of a checked batch at ``rows``, in that order; tensors are copies."""
+    num = size(batch)
+    return {key: _taken(value, list(rows)) if _num_rows(value) == num else value for key, value in batch.items()}
+
+
+def _taken(value: Any, rows: list[int]) -> Any:
+    if isinstance(value, list | tuple):
+        taken = [value[row] for row in rows]
+        return taken if isinstance(value, list) else tuple(taken)
+    return value[rows]
+
+
+def global_batches(batch: Mapping[str, Any], gbs: int | None, mbs: int | None, call: str) -> list[Batch]:
+    """Cut a checked batch into one batch an optimizer step.
+
+    Args:
+        batch: The batch.
+        gbs: Sequences in one optimizer step; None for all. B has to be a multiple of it.
+        mbs: Sequences in one forward; None for all of a step. ``gbs`` has to be a multiple of it.
+        call: For messages.
+
+    Raises:
+        BatchError: It cannot be cut evenly.
+    """
+    num = size(batch)
+    each = num if gbs is None else positive("gbs", gbs)
+    if num % each:
+        facts = (f"the batch has {num} sequences, gbs is {each}: {num % each} would be left over",)
+        raise BatchError(f"{call}: the batch cannot be cut into global batches", facts, _divisor("gbs", num, each))
+    if mbs is not None and each % positive("mbs", mbs):
+        facts = (f"gbs is {each}, mbs is {mbs}: {each % mbs} would be left over",)
+        raise BatchError(f"{call}: a global batch cannot be cut into micro-batches", facts, _divisor("mbs", each, mbs))
+    return [slice_batch(batch, start, start + each) for start in range(0, num, each)]
+
+
+def _divisor(name: str, whole: int, wanted: int) -> str:
+    """What to write instead of ``wanted``: the largest size up to it that divides the whole."""
+    best = next(size for size in range(min(wanted, whole), 0, -1) if whole % size == 0)
+    return f"{name}={best}   (a divisor of {whole})"
+
+
 def micro_batches(batch: Mapping[str, Any], mbs: int | None) -> Iterator[Batch]:
     """Cut a checked batch into micro-batches of ``mbs`` sequences; the last one may be smaller.
 
@@ -89,6 +144,12 @@ def micro_batches(batch: Mapping[str, Any], mbs: int | None) -> Iterator[Batch]:
     num = size(batch)
     each = num if mbs is None else positive("mbs", mbs)
     return (slice_batch(batch, start, start + each) for start in range(0, num, each))
+
+
+def num_micro_batches(batch: Mapping[str, Any], mbs: int | None) -> int:
+    """How many micro-batches :func:`micro_batches` makes of a checked batch."""
+    num = size(batch)
+    return -(-num // (num if mbs is None else mbs))
 
 
 def positive(name: str, value: Any) -> int:

@@ -1,7 +1,7 @@
 """Forwards, and what is read off them: log-probabilities, top-k logits, scores and values.
 
 Works on a module whose bytes are on its device. Each call sets train or eval and the grad mode itself and restores what
-it found. Knows nothing of placements, optimizers, policies or ranks.
+it found. Knows nothing of placements, optimizers or policies; of ranks, that they make forwards together.
 
 Shape suffixes: b sequences of a micro-batch, B of a batch, S positions, C positions of a chunk, V vocabulary, k best.
 """
@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from rl_session.errors import ArgumentError, BatchError, NonFiniteError, UnsupportedError
-from rl_session.workers.batch import Batch, check_batch, micro_batches, to_device, valid_mask
+from rl_session.workers.batch import (
+    Batch,
+    check_batch,
+    micro_batches,
+    num_micro_batches,
+    slice_batch,
+    to_device,
+    valid_mask,
+)
+from rl_session.workers.ranks import SOLO, Ranks
 
 __all__ = [
     "Forward",
@@ -92,6 +101,7 @@ class Forward:
         temperature: What logits are divided by.
         device: Where micro-batches go; None for where the module's parameters are.
         label: Who computes, for messages, such as ``"policy 'actor'"``.
+        ranks: Who makes each forward together with this rank.
     """
 
     module: nn.Module
@@ -99,12 +109,19 @@ class Forward:
     temperature: float = attrs.field(default=1.0)
     device: torch.device | None = attrs.field(default=None, converter=attrs.converters.optional(torch.device))
     label: str = attrs.field(default="", kw_only=True)
+    ranks: Ranks = attrs.field(default=SOLO, kw_only=True)
     _accepted: frozenset[str] | None = attrs.field(default=None, init=False)
 
     @temperature.validator
     def _check_temperature(self, attribute: Any, value: float) -> None:
         del attribute
         checked_temperature(value)
+
+    @property
+    def bare(self) -> nn.Module:
+        """The module under a compiled wrapper."""
+        module: nn.Module = getattr(self.module, "_orig_mod", self.module)
+        return module
 
     def named(self, call: str) -> str:
         """The call with who makes it, for messages."""
@@ -383,13 +400,17 @@ def get_values(forward: Forward, batch: Any, mbs: int | None = None) -> dict[str
 def _collect(
     forward: Forward, batch: Batch, mbs: int | None, read: Callable[[Batch], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Read each micro-batch and put the parts together on the CPU, in order."""
+    """Read each micro-batch and put the parts together on the CPU, in order.
+
+    All ranks make as many forwards as the one with most rows: a forward of a sharded model takes all of them.
+    """
     home = forward.home()
+    micros = micro_batches(batch, mbs)
+    longest = forward.ranks.greatest(num_micro_batches(batch, mbs))
     with _inference(forward):
-        parts = [
-            {name: value.cpu() for name, value in read(to_device(micro, home)).items()}
-            for micro in micro_batches(batch, mbs)
-        ]
+        parts = [{name: value.cpu() for name, value in read(to_device(micro, home)).items()} for micro in micros]
+        for _ in range(longest - len(parts)):
+            read(to_device(slice_batch(batch, 0, 1), home))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -49,3 +49,9 @@ class WorkerSpec:
         """The module itself, under a compiled wrapper."""
         module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         return module
+
+    @property
+    def bare(self) -> nn.Module:
+        """The module under every wrapper: the one that gives weights their names."""
+        module = self.module
+        return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module

@@ -2,7 +2,8 @@
 
 :class:`TrainStep` accumulates the gradients of any number of chunks and then steps once: :func:`train` uses it, and so
 does a step that is held open across scopes. Works on a module whose bytes are on its device. Knows nothing of
-placements, policies or ranks.
+placements or policies. With several ranks each call is made on all of them, with what each has of the batch (a
+:class:`~rl_session.workers.shares.Share`); they take every decision together, and report the same.
 
 Shape suffixes: b sequences of a micro-batch, S positions, V vocabulary.
 """
@@ -14,27 +15,35 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from rl_session.errors import ArgumentError, BatchError, NonFiniteError, RLSessionError, StepClosedError
+from rl_session.errors import ArgumentError, BatchError, NonFiniteError, RLSessionError, StepClosedError, WorldError
 from rl_session.metrics import MetricSum
+from rl_session.offload.tensors import plain_tensors
 from rl_session.workers.batch import (
     Batch,
     counts,
+    global_batches,
     micro_batches,
     positive,
     size,
-    slice_batch,
     to_device,
 )
 from rl_session.workers.compute import Forward, grad_mode, module_mode
+from rl_session.workers.gradients import GradientSync
+from rl_session.workers.ranks import Ranks
+from rl_session.workers.shares import Share, own_share
 
 __all__ = ["LossFn", "Masters", "OptimizerStepFailed", "TrainResult", "TrainStep", "evaluate", "train"]
 
 LossFn = Callable[[Tensor, Batch, Tensor, Tensor], tuple[Tensor, Mapping[str, Any]]]
 TrainResult = dict[str, Any]
 Masters = Sequence[tuple[Tensor, Tensor]]
+
+_CLIP_EPSILON = 1e-6
+"""That of ``torch.nn.utils.clip_grads_with_norm_``."""
 
 _LOSS_REMEDY = "return loss, {'name': number}   (loss: a 0-dim tensor computed from the logits)"
 _NON_FINITE_REMEDY = (
@@ -70,6 +79,7 @@ class TrainStep:
         global_valid_seqs: Valid sequences of the whole step.
         global_valid_tokens: Valid tokens of the whole step. When only one count is given the other is NaN, so that a
             loss that uses it fails loudly.
+        sync: How gradients of ranks become one; by default what the model and the forward's ranks ask for.
     """
 
     def __init__(
@@ -82,8 +92,10 @@ class TrainStep:
         masters: Masters = (),
         global_valid_seqs: float | None = None,
         global_valid_tokens: float | None = None,
+        sync: GradientSync | None = None,
     ) -> None:
         self.forward = forward
+        self.sync = sync if sync is not None else GradientSync(forward.bare, ranks=forward.ranks)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
@@ -91,7 +103,7 @@ class TrainStep:
         self.metrics = MetricSum()
         self._given = global_valid_seqs is not None or global_valid_tokens is not None
         self._normalisers = _normalisers(global_valid_seqs, global_valid_tokens)
-        self._loss = 0.0
+        self._loss_sum = 0.0
         self._counted = 0.0
         self._level: str | None = None
         self._num_chunks = 0
@@ -119,20 +131,37 @@ class TrainStep:
             StepClosedError: The step was committed, aborted, or has failed before.
         """
         self._check_open("forward_backward()")
-        checked = self.forward.checked(chunk, self.forward.named("forward_backward()"))
-        _check_callable(self.forward, loss_fn)
-        parts = micro_batches(checked, mbs)
-        self._count(checked, loss_fn)
+        call = self.forward.named("forward_backward()")
+        with self.forward.ranks.together(call) as told:
+            share = own_share(chunk, self.forward.ranks.count, call)
+            self.forward.checked(share.batch, call)
+            _check_callable(self.forward, loss_fn)
+            parts = _parts_of(share, mbs)
+            level = self._check_level(loss_fn)
+            told.mine = [len(parts), *(counts(share.batch) if parts else (0.0, 0.0))]
+        self._level = level
+        self._counted += told.total(1 if level == "sequences" else 2)
         self._state = "failed"  # until all of it is in
-        with grad_mode(enabled=True), module_mode(self.forward.module, "train"):
-            for micro in parts:
-                loss, value = _loss_of(
-                    self.forward, micro, loss_fn, self._normalisers, self.metrics, differentiable=True
-                )
-                loss.backward()
-                self._loss += value
+        self._accumulate(share, parts, int(told.greatest()), loss_fn, call)
         self._num_chunks += 1
         self._state = "open"
+
+    def _accumulate(self, share: Share, parts: list[Batch], num: int, loss_fn: LossFn, call: str) -> None:
+        """Forward and backward of ``num`` micro-batches; after those of its own a rank runs fillers, which weigh nothing."""
+        with grad_mode(enabled=True), module_mode(self.forward.module, "train"), self.sync.summing():
+            for index in range(num):
+                with self.forward.ranks.together(call):  # a backward that not all ranks make would never end
+                    if index < len(parts):
+                        root, value = self._loss(parts[index], loss_fn)
+                        into = torch.full_like(root, self.sync.scale)
+                    else:
+                        root = self.forward.logits(to_device(share.filler, self.forward.home()))
+                        value, into = 0.0, torch.zeros_like(root)
+                torch.autograd.backward(root, into)
+                self._loss_sum += value
+
+    def _loss(self, micro: Batch, loss_fn: LossFn) -> tuple[Tensor, float]:
+        return _loss_of(self.forward, micro, loss_fn, self._normalisers, self.metrics, differentiable=True)
 
     def commit(self, step_scheduler: bool = True) -> TrainResult:
         """Normalise, clip, step the optimizer and the scheduler, and drop the gradients.
@@ -157,6 +186,7 @@ class TrainStep:
             )
         self._state = "failed"
         factor = 1.0 if self._given or not self._counted else 1.0 / self._counted
+        loss = self._merge_reports() * factor
         with grad_mode(enabled=False):
             self._prepare_gradients(factor)
             grad_norm = self._clip()
@@ -165,8 +195,17 @@ class TrainStep:
         self._state = "committed"
         self.metrics = self.metrics.scaled(factor)
         if step_scheduler and self.scheduler is not None:
-            self.scheduler.step()
-        return _result([self._loss * factor], [grad_norm], self.metrics)
+            with self.forward.ranks.together(self.forward.named("scheduler.step()")):
+                self.scheduler.step()
+        return _result([loss], [grad_norm], self.metrics)
+
+    def _merge_reports(self) -> float:
+        """Take in what the other ranks report: metrics, and their shares of the loss, which is returned."""
+        ranks = self.forward.ranks
+        if ranks.count == 1:
+            return self._loss_sum
+        self.metrics, loss = merged_reports(ranks, self.metrics, self._loss_sum)
+        return loss
 
     def abort(self) -> None:
         """Discard every gradient; parameters and optimizer state stay as they are. Does nothing after a commit."""
@@ -190,9 +229,10 @@ class TrainStep:
         facts = (f"it was {self._state} before",)
         raise StepClosedError(self.forward.named(f"{call} on a closed train step"), facts, "step = policy.begin_step()")
 
-    def _count(self, chunk: Batch, loss_fn: LossFn) -> None:
+    def _check_level(self, loss_fn: LossFn) -> str | None:
+        """What the chunks of this step are normalised by; None where the counts were given."""
         if self._given:
-            return
+            return None
         level = _loss_level(loss_fn)
         if self._level not in (None, level):
             facts = (f"a chunk before was normalised by {self._level}, this one is by {level}",)
@@ -200,56 +240,71 @@ class TrainStep:
             raise ArgumentError(
                 self.forward.named("forward_backward(): the losses of a step differ in level"), facts, remedy
             )
-        self._level = level
-        valid_seqs, valid_tokens = counts(chunk)
-        self._counted += valid_seqs if level == "sequences" else valid_tokens
+        return level
 
     def _prepare_gradients(self, factor: float) -> None:
+        self.sync.reduce()
         for parameter, master in self.masters:
             grad, parameter.grad = parameter.grad, None  # at once, so that not all are there twice
             master.grad = None if grad is None else grad.detach().to(master.dtype)
-        grads = [parameter.grad for parameter in self._stepped() if parameter.grad is not None]
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+        if factor != 1.0:
+            self.sync.scale_by((p.grad for p in self._stepped() if p.grad is not None), factor)
 
     def _clip(self) -> float:
         stepped = list(self._stepped())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in stepped if p.grad is not None])
-        if hasattr(norm, "full_tensor"):  # of sharded gradients
-            norm = norm.full_tensor()
-        value = float(norm)
-        if not math.isfinite(value):
-            facts = (f"the gradient norm is {value}", *self._bad_gradients())
-            raise NonFiniteError(
-                self.forward.named("the gradients of a train step are not finite"), facts, _NON_FINITE_REMEDY
-            )
-        if self.max_grad_norm is not None:
+        norm = self.sync.total_norm([p.grad for p in stepped if p.grad is not None])
+        with self.forward.ranks.together(self.forward.named("commit()")) as told:
+            told.mine = [float(norm)]
+            if not math.isfinite(told.mine[0]):
+                facts = (f"the gradient norm is {told.mine[0]}", *self._bad_gradients())
+                raise NonFiniteError(
+                    self.forward.named("the gradients of a train step are not finite"), facts, _NON_FINITE_REMEDY
+                )
+        value = told.rows[0][0]
+        if self.max_grad_norm is not None and self.forward.ranks.count == 1:
             torch.nn.utils.clip_grads_with_norm_(stepped, self.max_grad_norm, norm)
+        elif (
+            self.max_grad_norm is not None
+        ):  # by the number of the first rank, as the same operations give it everywhere
+            total = torch.full_like(norm, value)
+            factor = torch.clamp(self.max_grad_norm / (total + _CLIP_EPSILON), max=1.0)
+            self.sync.scale_by((p.grad for p in stepped if p.grad is not None), factor)
         return value
 
     def _bad_gradients(self) -> tuple[str, ...]:
         masters = {id(master): parameter for parameter, master in self.masters}
         names = {id(parameter): name for name, parameter in self.forward.module.named_parameters()}
-        bad = [p for p in self._stepped() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        bad = [p for p in self._stepped() if p.grad is not None and not _is_finite(p.grad)]
         if not bad:
-            return ("each gradient is finite; their norm overflows",)
+            where = " on this rank" if self.forward.ranks.count > 1 else ""
+            return (f"each gradient is finite{where}; their norm overflows",)
         first = names.get(id(masters.get(id(bad[0]), bad[0])), f"a parameter of shape {list(bad[0].shape)}")
         return (f"{len(bad)} gradients hold NaN or infinity, the first is that of {first}",)
 
     def _step_optimizer(self) -> None:
+        failure: BaseException | None = None
         try:
             # State that a first step makes under the caller's inference_mode could not be updated by the next one.
             with torch.inference_mode(mode=False):
+                self.sync.shards.reshard()  # what is gathered would be stale afterwards
                 self.optimizer.step()
                 with torch.no_grad():
                     for parameter, master in self.masters:
                         parameter.copy_(master)
         except BaseException as error:
-            raise OptimizerStepFailed(error) from error
+            failure = error
+        if any(failed for (failed,) in self.forward.ranks.gather([float(failure is not None)])):
+            raise OptimizerStepFailed(failure or self._failed_elsewhere()) from failure
+
+    def _failed_elsewhere(self) -> WorldError:
+        return WorldError(
+            self.forward.named("optimizer.step() failed on another rank"), (), "the error of that rank has the cause"
+        )
 
     def _drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.forward.module.zero_grad(set_to_none=True)
+        to_none = not self.sync.keeps_buckets
+        self.optimizer.zero_grad(set_to_none=to_none)
+        self.forward.module.zero_grad(set_to_none=to_none)
         for parameter, master in self.masters:
             parameter.grad = master.grad = None
 
@@ -271,6 +326,7 @@ def train(
     masters: Masters = (),
     metrics: MetricSum | None = None,
     make_step: Callable[..., TrainStep] = TrainStep,
+    sync: GradientSync | None = None,
 ) -> TrainResult:
     """Make ``B / gbs`` optimizer steps and one scheduler step.
 
@@ -288,6 +344,7 @@ def train(
         masters: Pairs of a module's parameter and the float32 copy that the optimizer steps in its place.
         metrics: Where to sum metrics up, for a caller that merges ranks.
         make_step: What makes a step, called as :class:`TrainStep` is.
+        sync: As for :class:`TrainStep`.
 
     Returns:
         ``{"loss": [num_steps], "grad_norm": [num_steps], "metrics": {...}}``, float32 on the CPU.
@@ -298,24 +355,23 @@ def train(
         NonFiniteError: A loss or a gradient norm is NaN or infinite.
         OptimizerStepFailed: The optimizer's own step raised.
     """
-    checked = forward.checked(batch, forward.named("train()"))
-    steps = _global_batches(checked, gbs, mbs, forward.named("train()"))
     metrics = MetricSum() if metrics is None else metrics
     losses: list[float] = []
     norms: list[float] = []
+    steps = _steps_of(forward, batch, gbs, mbs, forward.named("train()"))
     for index, part in enumerate(steps):
-        valid_seqs, valid_tokens = counts(part)
         step = make_step(
             forward,
             optimizer,
             scheduler=scheduler,
             max_grad_norm=max_grad_norm,
             masters=masters,
-            global_valid_seqs=valid_seqs,
-            global_valid_tokens=valid_tokens,
+            global_valid_seqs=part.valid_seqs,
+            global_valid_tokens=part.valid_tokens,
+            sync=sync,
         )
         with _aborting(step, index, len(steps)):
-            step.forward_backward(part, loss_fn, mbs)
+            step.forward_backward(part.share, loss_fn, mbs)
             result = step.commit(step_scheduler=index == len(steps) - 1)
         losses += result["loss"].tolist()
         norms += result["grad_norm"].tolist()
@@ -351,20 +407,83 @@ def evaluate(
         NonFiniteError: A loss is NaN or infinite.
     """
     call = forward.named("train(eval_mode=True)")
-    checked = forward.checked(batch, call)
-    _check_callable(forward, loss_fn)
-    steps = _global_batches(checked, gbs, mbs, call)
     metrics = MetricSum() if metrics is None else metrics
+    _check_callable(forward, loss_fn)
     losses: list[float] = []
-    with grad_mode(enabled=False), module_mode(forward.module, "eval"):
-        for part in steps:
-            normalisers = _normalisers(*counts(part))
-            values = (
-                _loss_of(forward, micro, loss_fn, normalisers, metrics, differentiable=False)[1]
-                for micro in micro_batches(part, mbs)
-            )
-            losses.append(math.fsum(values))
+    for part in _steps_of(forward, batch, gbs, mbs, call):
+        own, loss = merged_reports(forward.ranks, *_evaluated(forward, part, loss_fn, mbs, call))
+        metrics.merge(own)
+        losses.append(loss)
     return _result(losses, [0.0] * len(losses), metrics)
+
+
+def _evaluated(forward: Forward, part: _Step, loss_fn: LossFn, mbs: int | None, call: str) -> tuple[MetricSum, float]:
+    """This rank's metrics and loss of one step."""
+    normalisers = _normalisers(part.valid_seqs, part.valid_tokens)
+    metrics = MetricSum()
+    values: list[float] = []
+    parts = _parts_of(part.share, mbs)
+    longest = forward.ranks.greatest(len(parts))
+    with forward.ranks.together(call), grad_mode(enabled=False), module_mode(forward.module, "eval"):
+        values += [_loss_of(forward, micro, loss_fn, normalisers, metrics, differentiable=False)[1] for micro in parts]
+        for _ in range(longest - len(parts)):
+            forward.logits(to_device(part.share.filler, forward.home()))
+    return metrics, math.fsum(values)
+
+
+def merged_reports(ranks: Ranks, metrics: MetricSum, loss: float) -> tuple[MetricSum, float]:
+    """Metrics and loss over all ranks, added in rank order: the same on each.
+
+    Raises:
+        ArgumentError: Ranks mark a metric differently.
+    """
+    if ranks.count == 1:
+        return metrics, loss
+    metrics.settle()
+    reports = ranks.gather_objects((metrics, loss))
+    merged = MetricSum()
+    for other, _ in reports:
+        merged.merge(other)
+    return merged, sum(value for _, value in reports)
+
+
+@attrs.frozen
+class _Step:
+    """What a rank has of one optimizer step, and the counts of the whole step."""
+
+    share: Share
+    valid_seqs: float
+    valid_tokens: float
+
+
+def _steps_of(forward: Forward, batch: Any, gbs: int | None, mbs: int | None, call: str) -> list[_Step]:
+    """Cut what this rank has into optimizer steps; counts are summed over ranks, as float64."""
+    ranks = forward.ranks
+    with ranks.together(call) as told:
+        if ranks.count == 1 and not isinstance(batch, Share):
+            parts = global_batches(forward.checked(batch, call), gbs, mbs, call)
+            shares = [Share(part, (size(part),)) for part in parts]
+        else:
+            whole = own_share(batch, ranks.count, call, gbs=gbs)
+            forward.checked(whole.batch, call)
+            shares = [Share(whole.of_step(index) or whole.filler, (num,)) for index, num in enumerate(whole.steps)]
+            if mbs is not None:
+                positive("mbs", mbs)
+        told.mine = [len(shares)]
+    if len({row[0] for row in told.rows}) > 1:
+        facts = tuple(f"rank {rank}: {int(row[0])} optimizer steps" for rank, row in enumerate(told.rows))
+        raise BatchError(f"{call}: ranks have batches of different lengths", facts, "as many rows on each rank")
+    own = [counts(share.batch) if share.num_rows else (0.0, 0.0) for share in shares]
+    rows = ranks.gather([count for pair in own for count in pair])
+    totals = [sum(column) for column in zip(*rows, strict=True)]
+    return [_Step(share, *totals[2 * index : 2 * index + 2]) for index, share in enumerate(shares)]
+
+
+def _parts_of(share: Share, mbs: int | None) -> list[Batch]:
+    """The micro-batches of a share of one step."""
+    if mbs is not None:
+        positive("mbs", mbs)
+    return list(micro_batches(share.batch, mbs)) if share.num_rows else []
 
 
 @contextmanager
@@ -376,24 +495,6 @@ def _aborting(step: TrainStep, index: int, num_steps: int) -> Iterator[None]:
         if num_steps > 1 and isinstance(error, RLSessionError | OptimizerStepFailed):
             error.add_note(f"in optimizer step {index + 1} of {num_steps}; the {index} before it stand")
         raise
-
-
-def _divisor(name: str, whole: int, wanted: int) -> str:
-    """What to write instead of ``wanted``: the largest size up to it that divides the whole."""
-    best = next(size for size in range(min(wanted, whole), 0, -1) if whole % size == 0)
-    return f"{name}={best}   (a divisor of {whole})"
-
-
-def _global_batches(batch: Batch, gbs: int | None, mbs: int | None, call: str) -> list[Batch]:
-    num = size(batch)
-    each = num if gbs is None else positive("gbs", gbs)
-    if num % each:
-        facts = (f"the batch has {num} sequences, gbs is {each}: {num % each} would be left over",)
-        raise BatchError(f"{call}: the batch cannot be cut into global batches", facts, _divisor("gbs", num, each))
-    if mbs is not None and each % positive("mbs", mbs):
-        facts = (f"gbs is {each}, mbs is {mbs}: {each % mbs} would be left over",)
-        raise BatchError(f"{call}: a global batch cannot be cut into micro-batches", facts, _divisor("mbs", each, mbs))
-    return [slice_batch(batch, start, start + each) for start in range(0, num, each)]
 
 
 def _normalisers(valid_seqs: float | None, valid_tokens: float | None) -> tuple[float, float]:
@@ -486,6 +587,10 @@ def _checked_loss(forward: Forward, returned: Any, *, differentiable: bool) -> t
     if not isinstance(metrics, Mapping):
         raise refuse(f"metrics of type {type(metrics).__name__}, not a dict")
     return loss, metrics
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return all(bool(torch.isfinite(inner).all()) for inner in plain_tensors(gradient))
 
 
 def _result(losses: list[float], norms: list[float], metrics: MetricSum) -> TrainResult:

@@ -7,7 +7,7 @@ nothing of modes and placements beyond "on the device or away".
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from rl_session.errors import (
 )
 from rl_session.lifecycle import Component, Tier
 from rl_session.offload.engine import Engine
-from rl_session.workers.batch import check_batch
+from rl_session.offload.tensors import local_nbytes, plain_tensors
 from rl_session.workers.compute import Forward
+from rl_session.workers.gradients import GradientSync
 from rl_session.workers.replies import CallResult, Changed
+from rl_session.workers.shares import own_share
 from rl_session.workers.spec import WorkerSpec
 from rl_session.workers.state import OptimizerStructure
 from rl_session.workers.train_step import OptimizerStepFailed, TrainStep, evaluate, train
@@ -57,6 +59,9 @@ class Trainer:
         """Whether the host copies were those of entry when the last optimizer step began."""
         self.discards = False
         """Whether live gradients may be zeroed without asking."""
+        self.ranks = forward.ranks
+        self._sync = GradientSync(spec.module, engine.shards, forward.ranks)
+        self._sync.check(spec.label)
 
     def train(self, batch: Any, loss_fn: Any, gbs: int | None, mbs: int | None, eval_mode: bool) -> CallResult:
         """Optimizer steps over a batch, or its loss alone with ``eval_mode``.
@@ -66,28 +71,67 @@ class Trainer:
             OptimizerStepError: ``optimizer.step()`` failed and was undone.
             FaultedError: It failed and could not be undone.
         """
-        checked = check_batch(batch, self.forward.named("train()"))
+        call = self.forward.named("train()")
         if eval_mode:
-            return CallResult(evaluate(self.forward, checked, loss_fn, gbs=gbs, mbs=mbs))
-        optimizer = self._need_optimizer("train()")
-        self.refuse_live_gradients("train()")
-        self._need_on_device("train()")
+            with self._together(call), self._computing():
+                return CallResult(evaluate(self.forward, batch, loss_fn, gbs=gbs, mbs=mbs))
+        with self._together(call):
+            own_share(batch, self.ranks.count, call, gbs=gbs if self.ranks.count > 1 else None)
+            optimizer = self._ready_to_train("train()")
         with self.accounted() as changed, self._undoing_failed_steps():
             try:
-                value = train(
-                    self.forward,
-                    optimizer,
-                    checked,
-                    loss_fn,
-                    gbs=gbs,
-                    mbs=mbs,
-                    scheduler=self.spec.scheduler,
-                    max_grad_norm=self.spec.max_grad_norm,
-                    masters=self.spec.masters,
-                )
+                with self._computing():
+                    value = train(
+                        self.forward,
+                        optimizer,
+                        batch,
+                        loss_fn,
+                        gbs=gbs,
+                        mbs=mbs,
+                        scheduler=self.spec.scheduler,
+                        max_grad_norm=self.spec.max_grad_norm,
+                        masters=self.spec.masters,
+                        sync=self._sync,
+                    )
             finally:
                 self.discard_gradients()
         return CallResult(value, tuple(changed))
+
+    def _together(self, call: str) -> AbstractContextManager[Any]:
+        """What fails in the block on one rank fails on all; no rank goes on to compute alone."""
+        return self.ranks.together(call)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """After a forward or backward FSDP2 is left as it was found: sharded, and ready for the next one after an error."""
+        try:
+            yield
+        except BaseException:
+            self.engine.shards.reset()
+            raise
+        self.engine.shards.reshard()
+
+    def _ready_to_train(self, call: str) -> torch.optim.Optimizer:
+        """The optimizer, once nothing is in the way of gradients of our own."""
+        optimizer = self._need_optimizer(call)
+        self.refuse_live_gradients(call)
+        self._need_on_device(call)
+        self._refuse_hidden_gradients(call)
+        return optimizer
+
+    def _refuse_hidden_gradients(self, call: str) -> None:
+        """Refuse to make gradients where no scan, no norm and no optimizer sees them.
+
+        Raises:
+            UnsupportedError: ``set_requires_gradient_sync(False)`` is in effect.
+        """
+        if self.engine.shards.hides_gradients:
+            label, facts = self.engine.explain()
+            raise UnsupportedError(
+                f"{label}: {call} while FSDP keeps gradients unreduced",
+                (*facts, "set_requires_gradient_sync(False) or set_requires_all_reduce(False) is in effect"),
+                "model.set_requires_gradient_sync(True)  # micro-batches are accumulated reduced",
+            )
 
     def _need_optimizer(self, call: str) -> torch.optim.Optimizer:
         if self.spec.optimizer is None:
@@ -110,6 +154,13 @@ class Trainer:
                 facts,
                 self.way_to_end_gradients(),
             )
+        hidden = self.engine.shards.hidden_gradients()
+        if hidden and not self.discards:
+            raise OpenStepError(
+                f"{label}: {call} would lose gradients that FSDP has not reduced yet",
+                (*facts, f"{len(hidden)} under set_requires_gradient_sync(False), the first: {hidden[0][0]}"),
+                "model.set_requires_gradient_sync(True); loss.backward(); optimizer.step()",
+            )
         live = self.engine.refresh().live_gradients
         # Zeros left by zero_grad(set_to_none=False) are nobody's work; what is away cannot be looked at and counts.
         away = bool(live) and bool(self.engine.away((Component.GRADS,)))
@@ -127,12 +178,15 @@ class Trainer:
             snapshot = self.engine.refresh()
             self.engine.move(snapshot, snapshot.placement.evolve(**{Component.GRADS: Tier.NONE}))
             return
+        if self.engine.shards.hidden_gradients():
+            self.engine.shards.reset()
+        to_none = not self._sync.keeps_buckets
         if self.spec.optimizer is not None:
-            self.spec.optimizer.zero_grad(set_to_none=True)
-        self.spec.module.zero_grad(set_to_none=True)
+            self.spec.optimizer.zero_grad(set_to_none=to_none)
+        self.spec.module.zero_grad(set_to_none=to_none)
         for _, master in self.spec.masters:
             master.grad = None
-        left = list(self.consumed_gradients())
+        left = [inner for gradient in self.consumed_gradients() for inner in plain_tensors(gradient)]
         with torch.inference_mode(mode=False), torch.no_grad():
             for gradient in left:
                 gradient.zero_()
@@ -184,19 +238,16 @@ class Trainer:
     def _undo_step(self, structure: OptimizerStructure | None, cause: BaseException) -> None:
         label, facts = self.engine.explain()
         text = f"{type(cause).__name__}: {cause}"
-        if structure is not None and self._was_intact:
-            self.engine.snapshots_intact = True  # a step that calls super().step() and then fails was no step
-            structure.put_back()
-            if self.engine.restore_snapshot(_WRITTEN_BY_A_STEP):
-                if not isinstance(cause, Exception):  # Ctrl-C stays what it is
-                    cause.add_note(f"{label}: optimizer.step() was undone: all is as it was before the step")
-                    raise cause
-                raise OptimizerStepError(
-                    f"{label}: optimizer.step() failed half-way",
-                    (*facts, "parameters and optimizer state were restored from the host copies made before the step"),
-                    "the same call again, once the cause is gone",
-                    text,
-                ) from cause
+        if self._can_undo(structure) and self.engine.restore_snapshot(_WRITTEN_BY_A_STEP):
+            if not isinstance(cause, Exception):  # Ctrl-C stays what it is
+                cause.add_note(f"{label}: optimizer.step() was undone: all is as it was before the step")
+                raise cause
+            raise OptimizerStepError(
+                f"{label}: optimizer.step() failed half-way",
+                (*facts, "parameters and optimizer state were restored from the host copies made before the step"),
+                "the same call again, once the cause is gone",
+                text,
+            ) from cause
         self.is_torn = True
         raise FaultedError(
             f"{label}: optimizer.step() failed half-way, and there is no host copy to restore from",
@@ -205,15 +256,23 @@ class Trainer:
             text,
         ) from cause
 
+    def _can_undo(self, structure: OptimizerStructure | None) -> bool:
+        """Whether every rank has the host copies of entry; a step that only some can undo is undone on none."""
+        can = False
+        if structure is not None and self._was_intact:
+            self.engine.snapshots_intact = True  # a step that calls super().step() and then fails was no step
+            structure.put_back()
+            can = self.ranks.count == 1 or self.engine.has_snapshot(_WRITTEN_BY_A_STEP)
+        return all(bool(each) for (each,) in self.ranks.gather([float(can)]))
+
     def begin_step(self, global_valid_seqs: float | None, global_valid_tokens: float | None) -> CallResult:
         """Open a train step.
 
         Raises:
             OpenStepError: One is open, or gradients of somebody else's backward are live.
         """
-        optimizer = self._need_optimizer("begin_step()")
-        self.refuse_live_gradients("begin_step()")
-        self._need_on_device("begin_step()")
+        with self._together(self.forward.named("begin_step()")):
+            optimizer = self._ready_to_train("begin_step()")
         with self.accounted() as changed:
             self.step = TrainStep(
                 self.forward,
@@ -223,6 +282,7 @@ class Trainer:
                 masters=self.spec.masters,
                 global_valid_seqs=global_valid_seqs,
                 global_valid_tokens=global_valid_tokens,
+                sync=self._sync,
             )
         return CallResult(None, tuple(changed))
 
@@ -234,11 +294,15 @@ class Trainer:
 
     def forward_backward(self, chunk: Any, loss_fn: Any, mbs: int | None) -> CallResult:
         """Add the gradients of a chunk to the open step."""
-        step = self._open_step("forward_backward()")
-        checked = check_batch(chunk, self.forward.named("forward_backward()"))
+        call = self.forward.named("forward_backward()")
+        with self._together(call):
+            step = self._open_step("forward_backward()")
+            own_share(chunk, self.ranks.count, call)
+            self._refuse_hidden_gradients("forward_backward()")
         with self.accounted() as changed:
             try:
-                step.forward_backward(checked, loss_fn, mbs)
+                with self._computing():
+                    step.forward_backward(chunk, loss_fn, mbs)
             except BaseException:
                 if not step.is_open:  # part of the chunk may be in the gradients: the step cannot go on
                     self.end_step()
@@ -247,7 +311,8 @@ class Trainer:
 
     def commit(self) -> CallResult:
         """Finish the open step with one optimizer step."""
-        step = self._open_step("commit()")
+        with self._together(self.forward.named("commit()")):
+            step = self._open_step("commit()")
         with self.accounted() as changed, self._undoing_failed_steps():
             try:
                 value = step.commit()
@@ -267,17 +332,20 @@ class Trainer:
             self.end_step()
         return CallResult(None, tuple(changed))
 
-    def expected_bytes(self) -> int:
+    def expected_bytes(self) -> tuple[int, int]:
         """Device memory that the next training step will make: gradients that are not there yet, and a first state.
 
-        Before the first step the state is taken to be twice the trainable parameters, as Adam's is; afterwards it exists.
+        The first number is exact. The second is an estimate: before the first step the state is taken to be twice the
+        trainable parameters, as Adam's is; afterwards it exists.
         """
-        if self.spec.optimizer is None:
-            return 0
+        if (
+            self.spec.optimizer is None or self.engine.shards.is_placed_by_fsdp
+        ):  # FSDP's own offload makes them on the host
+            return 0, 0
         trainable = [p for group in self.spec.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        nbytes: int = sum(p.numel() * p.element_size() for p in trainable)
-        missing: int = sum(p.numel() * p.element_size() for p in trainable if p.grad is None)
-        return missing + (0 if self.spec.optimizer.state else 2 * nbytes)
+        nbytes: int = sum(local_nbytes(p) for p in trainable)
+        missing: int = sum(local_nbytes(p) for p in trainable if p.grad is None)
+        return missing, 0 if self.spec.optimizer.state else 2 * nbytes
 
     def step_begins(self) -> None:
         """An optimizer step begins; inside another one (``super().step()``) it is part of that."""

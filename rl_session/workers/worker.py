@@ -7,14 +7,14 @@ compute calls, and returns facts. It keeps no mode of its own beyond what the la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rl_session.errors import FaultedError, OpenStepError, TransitionError, UnsupportedError
+from rl_session.errors import ConfigError, FaultedError, OpenStepError, TransitionError, UnsupportedError
 from rl_session.lifecycle import (
     MODE_TABLE,
     Cell,
@@ -32,14 +32,17 @@ from rl_session.offload.device import Device
 from rl_session.offload.engine import Engine, MoveReport, Notice, Snapshot
 from rl_session.offload.guard import Explain, Guard
 from rl_session.offload.host_pool import HostPool
-from rl_session.offload.inventory import Sources
+from rl_session.offload.inventory import Sources, has_tensors
 from rl_session.offload.watch import Stance
 from rl_session.workers import compute
-from rl_session.workers.batch import check_batch, to_device
+from rl_session.workers.batch import Batch, check_batch, num_micro_batches, positive, size, to_device
 from rl_session.workers.keeper import Keeper
+from rl_session.workers.parallel import check_wrappers
+from rl_session.workers.ranks import Ranks, ranks_of
 from rl_session.workers.reference import CopyReference, Reference, Swap, make_reference
 from rl_session.workers.replies import CallResult, Description, Held, Room, TransitionReply, TransitionRequest
 from rl_session.workers.sampling import SamplingParams, sample
+from rl_session.workers.shares import Share, own_share
 from rl_session.workers.spec import WorkerSpec
 from rl_session.workers.trainer import Trainer
 
@@ -47,17 +50,35 @@ __all__ = ["Worker", "WorkerSpec"]
 
 
 class Worker:
-    """One rank of a policy. See the module's text; every public method can be called through a group."""
+    """One rank of a policy. See the module's text; every public method can be called through a group.
 
-    def __init__(self, spec: WorkerSpec, device: Device, pool: HostPool, explain: Explain) -> None:
+    Args:
+        spec: What it is made of.
+        device: Where bytes are when they are needed.
+        pool: Where host buffers come from.
+        explain: Gives the label of the policy and facts for messages.
+        ranks: Who holds the policy with it; by default those that the module is spread over with FSDP2 or DDP. A copy of a
+            plain module on every rank is one policy only if it is told so here.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, device: Device, pool: HostPool, explain: Explain, ranks: Ranks | None = None
+    ) -> None:
         self.spec = spec
         self.module = spec.module
+        check_wrappers(spec.model, spec.label)
         reference = spec.reference if isinstance(spec.reference, nn.Module) else None
         masters = [master for _, master in spec.masters]
         self.sources = Sources(self.module, spec.optimizer, masters, reference, dict(spec.extras))
         self.engine = Engine(self.sources, device, pool, verify=spec.verify, pin=spec.pin, explain=explain)
+        self.ranks = ranks if ranks is not None else ranks_of(self.module, self.sources.shards, spec.label)
         self.forward = compute.Forward(
-            spec.model, spec.forward_fn, spec.temperature, device.torch_device, label=spec.label
+            spec.model,
+            spec.forward_fn,
+            spec.temperature,
+            device.torch_device,
+            label=spec.label,
+            ranks=self.ranks,
         )
         self._mode = Mode.RESIDENT
         self._undo: tuple[Mode, Placement] | None = None
@@ -127,8 +148,9 @@ class Worker:
         self._reference = make_reference(spec.reference, self.engine, spec.model, spec.label)
         self._guard.install(dict.fromkeys((self.module, spec.model)), spec.optimizer)
         first, self._first = self._first, None  # type: ignore[assignment]
-        self._mode = Mode.RESIDENT if first.placement[Component.PARAMS] is Tier.DEVICE else Mode.OFFLOADED
-        notices = self._uncovered(first)
+        weights = Component.BUFFERS if self.sources.placed_elsewhere else Component.PARAMS
+        self._mode = Mode.RESIDENT if first.placement[weights] is Tier.DEVICE else Mode.OFFLOADED
+        notices = [*self._uncovered(first), *self._hidden()]
         return Description(
             mode=self._mode,
             placement=first.placement,
@@ -153,6 +175,13 @@ class Worker:
         message = f"tensors that no component covers stay where they are: {', '.join(names[:3])}{more}"
         return [Notice("uncovered", message, sum(nbytes for _, nbytes in uncovered.values()), len(uncovered))]
 
+    def _hidden(self) -> list[Notice]:
+        hidden = self.sources.shards.hidden_gradients()
+        if not hidden:
+            return []
+        message = f"gradients that FSDP has not reduced stay where they are: {hidden[0][0]} and {len(hidden) - 1} more"
+        return [Notice("uncovered", message, sum(gradient.nbytes for _, gradient in hidden), len(hidden))]
+
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def transition(self, request: TransitionRequest) -> TransitionReply | Room:
@@ -163,6 +192,7 @@ class Worker:
             DeviceMemoryError, HostMemoryError, IntegrityError, TransitionError: It failed and was rolled back.
             FaultedError: It failed and could not be rolled back.
         """
+        self._guard.come_first()
         still, self._still = self._still, None
         snapshot = self.engine.refresh() if still is None else still[0]
         self._distrust(snapshot)
@@ -200,7 +230,7 @@ class Worker:
             live_dropped=live_dropped,
             device_bytes=self.engine.device.held_bytes,
             host_bytes=self.engine.pool.in_use_bytes,
-            notices=report.notices,
+            notices=(*report.notices, *self._hidden()),
         )
 
     def undo(self) -> TransitionReply:
@@ -301,8 +331,10 @@ class Worker:
 
     def _room(self, snapshot: Snapshot, target: Placement, request: TransitionRequest) -> Room:
         todo = self.engine.plan(snapshot, target)
-        reserve = self._trainer.expected_bytes() if request.mode is Mode.TRAINING else 0
-        return Room(onload=todo.nbytes_onload, freed=todo.nbytes_freed, reserve=reserve)
+        made, reserve = self._trainer.expected_bytes() if request.mode is Mode.TRAINING else (0, 0)
+        if request.stored is not None:  # on the way out nothing may be refused for what is not there yet
+            made, reserve = 0, reserve + made
+        return Room(onload=todo.nbytes_onload + made, freed=todo.nbytes_freed, reserve=reserve)
 
     def holdings(self, modes: Sequence[Mode], flags: Flags) -> list[Held]:
         """What is on the device, and what of it an eager release would have sent away on the way through ``modes``."""
@@ -314,6 +346,7 @@ class Worker:
         held = []
         for component, (nbytes, dirty) in self.engine.on_device(snapshot).items():
             leaves = wanted[component] is not Tier.DEVICE and snapshot.placement[component] is Tier.DEVICE
+            leaves = leaves and flags.release != "never"
             disposable = component == Component.GRADS and not facts.live_gradients
             held.append(Held(component, nbytes, 0 if disposable else dirty, leaves, disposable))
         return held
@@ -351,6 +384,7 @@ class Worker:
         return {
             "components": nbytes,
             "clean": self.engine.clean_bytes(snapshot),
+            "dirty": {name: dirty for name, (_, dirty) in self.engine.on_device(snapshot).items() if dirty},
             "uncovered": dict(snapshot.inventory.uncovered.values()),
             "device_bytes": self.engine.device.resident_bytes,
             "device_free": self.engine.device.free_bytes(),
@@ -405,10 +439,46 @@ class Worker:
 
     # -- compute -------------------------------------------------------------------------------------------------
 
+    def _share(self, batch: Any, call: str, mbs: int | None = None) -> Share:
+        """What this rank has of a batch: a share, or a plain batch; wrong on one rank, it is refused on all."""
+        if self.ranks.count == 1 and not isinstance(batch, Share):
+            checked = check_batch(batch, call)
+            return Share(checked, (size(checked),))
+        with self.ranks.together(call):
+            share = own_share(batch, self.ranks.count, call)
+            self.forward.checked(share.batch, call)
+            if mbs is not None:
+                positive("mbs", mbs)
+        return share
+
+    @contextmanager
+    def _computing(self, call: str) -> Iterator[None]:
+        """A call that all ranks make; FSDP2 is left sharded, and ready for the next forward after an error."""
+        try:
+            with self.ranks.together(call):
+                yield
+        except BaseException:
+            self.sources.shards.reset()
+            raise
+        self.sources.shards.reshard()
+
+    def _compute(
+        self, call: str, batch: Any, run: Callable[[Batch], dict[str, Tensor]], mbs: int | None = None
+    ) -> dict[str, Tensor]:
+        """Run a call on this rank's rows; the result has an entry for each row of its own."""
+        named = self.forward.named(call)
+        share = self._share(batch, named, mbs)
+        with self._computing(named):
+            result = run(share.batch)
+        return _own_rows(result, share)
+
     def get_logprobs(self, batch: Any, temperature: float | None = None, mbs: int | None = None) -> CallResult:
         """Log-probabilities of the tokens under the live weights."""
-        checked = check_batch(batch, self.forward.named("get_logprobs()"))
-        return CallResult(compute.get_logprobs(self.forward, checked, temperature=temperature, mbs=mbs))
+
+        def run(own: Batch) -> dict[str, Tensor]:
+            return compute.get_logprobs(self.forward, own, temperature=temperature, mbs=mbs)
+
+        return CallResult(self._compute("get_logprobs()", batch, run, mbs))
 
     def get_reference_policy_logprobs(
         self, batch: Any, temperature: float | None = None, mbs: int | None = None
@@ -418,7 +488,8 @@ class Worker:
         Raises:
             UnsupportedError: The policy has no reference.
         """
-        checked = check_batch(batch, self.forward.named("get_reference_policy_logprobs()"))
+        call = self.forward.named("get_reference_policy_logprobs()")
+        share = self._share(batch, call, mbs)
         if self._reference is None:
             label, facts = self.engine.explain()
             raise UnsupportedError(
@@ -430,28 +501,50 @@ class Worker:
         if self._buffers_written:
             self._distrust_buffers(self.engine.refresh())
         stays_valid = MODE_TABLE[self._mode].read_only
-        with _telling(swaps), self._reference.active(stays_valid=stays_valid, swaps=swaps) as module:
+        with _telling(swaps), ExitStack() as stack:
+            with self.ranks.together(call):  # one that has no room for the swap must not leave the others computing
+                module = stack.enter_context(self._reference.active(stays_valid=stays_valid, swaps=swaps))
             forward = attrs.evolve(self.forward, module=module)
-            value = compute.get_logprobs(forward, checked, temperature=temperature, mbs=mbs, key="reference_logprobs")
-        return CallResult(value, notes=_notes(swaps))
+            with self._computing(call):
+                value = compute.get_logprobs(
+                    forward, share.batch, temperature=temperature, mbs=mbs, key="reference_logprobs"
+                )
+        return CallResult(_own_rows(value, share), notes=_notes(swaps))
 
     def get_topk_logits(self, batch: Any, k: int, mbs: int | None = None) -> CallResult:
         """The k largest next-token logits."""
-        checked = check_batch(batch, self.forward.named("get_topk_logits()"))
-        return CallResult(compute.get_topk_logits(self.forward, checked, k, mbs=mbs))
+
+        def run(own: Batch) -> dict[str, Tensor]:
+            return compute.get_topk_logits(self.forward, own, k, mbs=mbs)
+
+        return CallResult(self._compute("get_topk_logits()", batch, run, mbs))
 
     def score(self, batch: Any) -> CallResult:
         """One score a sequence."""
-        return CallResult(compute.score(self.forward, check_batch(batch, self.forward.named("score()"))))
+        return CallResult(self._compute("score()", batch, lambda own: compute.score(self.forward, own)))
 
     def get_values(self, batch: Any) -> CallResult:
         """One value a token."""
-        return CallResult(compute.get_values(self.forward, check_batch(batch, self.forward.named("get_values()"))))
+        return CallResult(self._compute("get_values()", batch, lambda own: compute.get_values(self.forward, own)))
 
     def generate(self, batch: Any, params: SamplingParams, stream: int) -> CallResult:
-        """Continue prompts with the live weights; ``stream`` numbers the calls of one seeded engine."""
-        there = to_device(check_batch(batch, self.forward.named("generate()")), self.engine.device.torch_device)
-        return CallResult(sample(self.spec.model, there, params, forward_fn=self.spec.forward_fn, stream=stream))
+        """Continue prompts with the live weights; ``stream`` numbers the calls of one seeded engine.
+
+        Several ranks make as many forwards each, whenever their sequences end: a forward may take all of them.
+        """
+        call = self.forward.named("generate()")
+        share = self._share(batch, call)
+        options: dict[str, Any] = {"forward_fn": self.spec.forward_fn, "stream": stream}
+        if self.ranks.count > 1:
+            options.update(lockstep=True, first_row=min(share.rows, default=0))
+        num = num_micro_batches(share.batch, params.mbs)
+        longest = self.ranks.greatest(num)
+        with self._computing(call):
+            there = to_device(share.batch, self.engine.device.torch_device)
+            value = sample(self.spec.model, there, params, **options)
+            for _ in range(longest - num):
+                sample(self.spec.model, to_device(share.filler, self.engine.device.torch_device), params, **options)
+        return CallResult(_own_rows(value, share))
 
     # -- forwards of the user's own ------------------------------------------------------------------------------------
 
@@ -536,7 +629,18 @@ class Worker:
         self.engine.move(snapshot, Placement(dict.fromkeys(self.component_names(), Tier.HOST)))
 
     def register_extra(self, name: str, value: Any) -> CallResult:
-        """Add something tensors can be found in as a component of its own."""
+        """Add something tensors can be found in as a component of its own.
+
+        Raises:
+            ConfigError: No tensor is found in it.
+        """
+        if not has_tensors(value):
+            label, facts = self.engine.explain()
+            raise ConfigError(
+                f"{label}: register({name!r}): no tensor is found in {type(value).__name__}",
+                facts,
+                f"policy.register({name!r}, module)  # or a list, dictionary or object that holds tensors",
+            )
         with self._trainer.accounted() as changed:
             self.sources.extras[name] = value
         return CallResult(None, tuple(changed))
@@ -558,6 +662,7 @@ class Worker:
             self._reference.close()
         self.engine.abandon()
         self.engine.pool.trim()
+        self.ranks.close()
 
     def detach(self) -> None:
         """Give model and optimizer back whole and take every hook off."""
@@ -567,6 +672,12 @@ class Worker:
         if self._reference is not None:
             self._reference.close()
         self.engine.pool.trim()
+        self.ranks.close()
+
+
+def _own_rows(result: dict[str, Tensor], share: Share) -> dict[str, Tensor]:
+    """A result without the row that a rank without rows ran."""
+    return result if share.num_rows else {name: value[:0] for name, value in result.items()}
 
 
 def _notes(swaps: Sequence[Swap]) -> tuple[tuple[str, dict[str, object]], ...]:

@@ -77,6 +77,7 @@ def test_a_rank_that_fails_on_the_way_in_holds_all_back(
     assert rig.seen() == [HOST] * 4
     assert (rig.policy.mode, rig.policy.health) == ("offloaded", "ok")
     assert rig.counters("resident_bytes") == resident
+    assert [server._of_worker().mode for server in rig.fake.servers] == ["offloaded"] * 4
     assert [f"rank {k}: " in str(caught.value) for k in range(4)] == [True] * 4
     assert str(caught.value).count("was put back") == 3
     for before, server in zip(contents, rig.fake.servers, strict=True):

@@ -182,6 +182,17 @@ def test_a_reader_makes_nobody_the_holder() -> None:
         other_rank.check(stamped(9, 2, Mode.TRAINING), Mode.LOGPROB, "get_logprobs")
 
 
+def test_a_rank_that_was_built_anew_gives_no_number_of_weights_again() -> None:
+    found = []
+    for restarts in (0, 1, 2):
+        server = RankServer(0, 1, restarts)
+        assert isinstance(server.build(make_plan()), Ok)
+        reply = server.serve(Stamp(), "weights_epoch")
+        assert isinstance(reply, Ok)
+        found.append(reply.value)
+    assert [number >> 48 for number in found] == [0, 1, 2]  # a new process counts from the start
+
+
 # -- devices and names ------------------------------------------------------------------------------------------------
 
 

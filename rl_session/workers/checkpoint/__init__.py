@@ -8,8 +8,11 @@ What is trusted when reading: nothing that can execute. We write no pickle. DCP'
 once, after its checksum matched, by an unpickler that knows nothing but DCP's own plain records, and DCP is handed the
 result. Tensors are read by ``torch.load(weights_only=True)``. Checksums find damage; they are no signature.
 
-One process; each rank of several needs a directory of its own. Of tensors only metadata is read here: bytes are reached
-through functions that the worker passes in, so that a tensor may be away. Knows no policy, mode or engine.
+Several ranks write one directory together: each its shards, the first one the manifest. What is sharded is written as
+the whole that it is, so that any number of ranks, and a plain module, can load it. Reading takes no other rank.
+
+Of tensors only metadata is read here: bytes are reached through functions that the worker passes in, so that a tensor may
+be away. Knows no policy, mode or engine.
 """
 
 from rl_session.workers.checkpoint.loading import Checkpoint, open_checkpoint

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from rl_session.errors import CheckpointError
+from rl_session.workers.ranks import SOLO, Ranks
 
 __all__ = ["METADATA", "parse_metadata", "read_tensors", "write_tensors"]
 
@@ -70,21 +71,23 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module_name}.{name} has no place in the metadata of a checkpoint")
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks = SOLO) -> None:
     """Write a table of tensors into an empty directory, synced to disk.
 
-    Device tensors are copied to the CPU a few at a time; views of larger storages are written without the rest.
+    Device tensors are copied to the CPU a few at a time; views of larger storages are written without the rest. Each of
+    several ranks writes its own shards, and a part of what all of them have.
 
     Raises:
         OSError: The disk is full, or any other error of the file system.
         RuntimeError: torch's own for the same.
     """
+    solo = ranks.count == 1
     with _plainly():
-        dcp_save(dict(tensors), storage_writer=_Writer(directory), no_dist=True)
+        dcp_save(dict(tensors), storage_writer=_Writer(directory), process_group=ranks.control, no_dist=solo)
 
 
 def read_tensors(directory: Path, verified: metadata.Metadata, tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` from a directory whose files were verified.
+    """Fill ``tensors`` from a directory whose files were verified: of a DTensor the shard, whatever shards were written.
 
     Raises:
         Exception: Whatever DCP came across.

@@ -14,11 +14,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from rl_session.errors import CheckpointError, CheckpointWriteError, RLSessionError
+from rl_session.workers.ranks import Ranks
 
 __all__ = [
     "MANIFEST",
@@ -27,6 +28,7 @@ __all__ = [
     "free_nbytes",
     "read_manifest",
     "replacing",
+    "replacing_together",
     "target_of",
     "verify",
 ]
@@ -109,7 +111,11 @@ def replacing(target: Path, nbytes: int) -> Iterator[Path]:
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
-    raise CheckpointWriteError(
+    raise _unwritten(target, nbytes, failure) from failure
+
+
+def _unwritten(target: Path, nbytes: int, failure: Exception) -> CheckpointWriteError:
+    return CheckpointWriteError(
         f"cannot write the checkpoint {target}",
         (
             f"bytes needed: {nbytes:,}; bytes free on the disk: {free_nbytes(target):,}",
@@ -117,7 +123,38 @@ def replacing(target: Path, nbytes: int) -> Iterator[Path]:
         ),
         "free some room, or give a path on another disk: policy.save_checkpoint(path)",
         f"{type(failure).__name__}: {failure}",
-    ) from failure
+    )
+
+
+@contextmanager
+def replacing_together(target: Path, nbytes: int, ranks: Ranks) -> Iterator[Path]:
+    """As :func:`replacing`, on several ranks at once: the first one makes the directory, and renames it when all are done.
+
+    The body must fail on all ranks or on none.
+
+    Raises:
+        CheckpointWriteError: As for :func:`replacing`, on every rank.
+    """
+    if ranks.count == 1:
+        with replacing(target, nbytes) as staging:
+            yield staging
+        return
+    attempted = f"cannot write the checkpoint {target}"
+    with ExitStack() as stack:
+        with ranks.together(attempted):
+            made = str(stack.enter_context(replacing(target, nbytes))) if ranks.is_first else ""
+        staging = Path(ranks.gather_objects(made)[0])
+        with ranks.together(attempted):
+            if not staging.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "the directory of the first rank is not there", str(staging))
+        try:
+            yield staging
+        except RLSessionError:
+            raise
+        except Exception as failure:
+            raise _unwritten(target, nbytes, failure) from failure
+        with ranks.together(attempted):
+            stack.close()  # on the first rank: seal it, and rename it into place
 
 
 def _hidden(target: Path, what: str) -> str:

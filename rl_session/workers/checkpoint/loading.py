@@ -11,11 +11,12 @@ import attrs
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
 from rl_session.errors import CheckpointError, HostMemoryError
 from rl_session.workers.checkpoint.dcp import parse_metadata, read_tensors
 from rl_session.workers.checkpoint.directory import FileIdentity, file_identity, read_manifest, verify
-from rl_session.workers.checkpoint.restoring import ABSENT, Home, Plan
+from rl_session.workers.checkpoint.restoring import ABSENT, Home, Plan, empty_like
 from rl_session.workers.checkpoint.saving import masters_of
 from rl_session.workers.checkpoint.skeleton import Node, identity_of, inner_tensors, tensor_keys
 
@@ -248,22 +249,38 @@ class Checkpoint:
             CheckpointError: It does not fit, or its files changed since it was opened; nothing was changed.
             HostMemoryError: No room to read it; nothing was changed.
         """
-        self.check(module_tensors, optimizer, param_names, scheduler, optimizer_optional=optimizer_optional)
-        loaded = self._read(self._needed(optimizer, scheduler))
-        flag = optimizer_optional
-        plan = self._planned(module_tensors, optimizer, param_names, scheduler, loaded, optimizer_optional=flag)
+        plan = self.prepared(module_tensors, optimizer, param_names, scheduler, optimizer_optional=optimizer_optional)
         plan.commit(write)
         return plan.nbytes()
+
+    def prepared(
+        self,
+        module_tensors: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        param_names: Mapping[int, str],
+        scheduler: Any | None,
+        *,
+        optimizer_optional: bool = False,
+    ) -> Plan:
+        """The first half of :meth:`apply`: everything is read and made ready; ``commit`` of the result does the rest.
+
+        Raises:
+            CheckpointError, HostMemoryError: As for :meth:`apply`.
+        """
+        live = (module_tensors, optimizer, param_names, scheduler)
+        layouts = self._planned(*live, None, optimizer_optional=optimizer_optional).layouts
+        loaded = self._read(self._needed(optimizer, scheduler), layouts)
+        return self._planned(*live, loaded, optimizer_optional=optimizer_optional)
 
     def _needed(self, optimizer: Any, scheduler: Any) -> set[str]:
         parts = ["model", *["optimizer"] * (optimizer is not None), *["scheduler"] * (scheduler is not None)]
         return {key for part in parts for key in tensor_keys(self._manifest[part])}
 
-    def _read(self, keys: Iterable[str]) -> dict[str, Tensor]:
+    def _read(self, keys: Iterable[str], layouts: Mapping[str, DTensor]) -> dict[str, Tensor]:
         attempted = f"cannot load the checkpoint {self.directory}"
         try:
             loaded = {
-                key: torch.empty(self._table[key]["shape"], dtype=getattr(torch, self._table[key]["dtype"]))
+                key: empty_like(self._table[key]["shape"], getattr(torch, self._table[key]["dtype"]), layouts.get(key))
                 for key in keys
             }
         except (RuntimeError, MemoryError) as error:
@@ -290,7 +307,7 @@ class Checkpoint:
 
 
 def _describe(tensor: Tensor) -> str:
-    inner = inner_tensors(tensor)
+    inner = None if isinstance(tensor, DTensor) else inner_tensors(tensor)
     if inner is not None:
         return (
             f"{type(tensor).__name__}({', '.join(f'{name}={_describe(part)}' for name, part in sorted(inner.items()))})"

@@ -7,12 +7,15 @@ goes. Planning changes nothing and collects everything that does not fit. Knows 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from rl_session.workers.checkpoint.skeleton import (
     MAPPINGS,
@@ -24,7 +27,7 @@ from rl_session.workers.checkpoint.skeleton import (
     nbytes_of,
 )
 
-__all__ = ["ABSENT", "Home", "Plan"]
+__all__ = ["ABSENT", "Home", "Plan", "empty_like"]
 
 ABSENT: Final = object()
 """What stands for a live value that is not there (None is a value)."""
@@ -72,6 +75,8 @@ class Plan:
         self.problems: list[str] = []
         self.actions: list[Callable[[], None]] = []
         """What to do after the copies; none of it can fail by what it is about."""
+        self.layouts: dict[str, DTensor] = {}
+        """Tensor key to a live tensor that is sharded as that key has to be; a key without one is loaded whole."""
         self._table = table
         self._loaded = loaded
         self._copies: dict[int, tuple[Tensor, str]] = {}
@@ -85,7 +90,7 @@ class Plan:
         """
         assert self._loaded is not None
         assert not self.problems
-        views = [(write(live), self._loaded[key]) for live, key in self._copies.values()]
+        views = [(_shard(write(live)), _shard(self._loaded[key])) for live, key in self._copies.values()]
         with torch.no_grad():
             for view, value in views:
                 _write(view, value)
@@ -119,9 +124,12 @@ class Plan:
         is_step = path.endswith("/step") and not self._table[key]["shape"]
         if self._fits(live, key) and not (is_step and home is not None and self._misplaced(live, home)):
             known = self._copies.setdefault(id(live), (live, key))
+            if known[1] == key and isinstance(live, DTensor):
+                self.layouts.setdefault(key, live)
             if known[1] == key:
                 self._made.setdefault(key, live)
                 return live
+        self._lay_out(node, key, path, home)
         if self._loaded is None:
             return ABSENT
         if key not in self._made:
@@ -131,11 +139,20 @@ class Plan:
             self._made[key] = _fresh(self._loaded[key], device, home)
         return self._made[key]
 
+    def _lay_out(self, node: Node, key: str, path: str, home: Home | None) -> None:
+        """State that is made anew is sharded as its parameter is, where it has the shape of it."""
+        if home is None or not isinstance(home.parameter, DTensor):
+            return
+        if list(home.parameter.shape) == self._table[key]["shape"]:
+            self.layouts.setdefault(key, home.parameter)
+        elif node.get("sharded"):
+            self.problems.append(f"{path}: it was sharded in a way of its own, which only your optimizer can make")
+
     def _fits(self, live: Any, key: str) -> bool:
         table = self._table[key]
         return (
             isinstance(live, Tensor)
-            and inner_tensors(live) is None
+            and (inner_tensors(live) is None or isinstance(live, DTensor))
             and list(live.shape) == table["shape"]
             and str(live.dtype) == f"torch.{table['dtype']}"
         )
@@ -253,8 +270,24 @@ def _same_wrapper(parameter: Tensor, node: Node) -> bool:
     return bool(class_name(parameter) == node["type"] and list(parameter.shape) == node["shape"])
 
 
+def empty_like(shape: Sequence[int], dtype: torch.dtype, layout: DTensor | None) -> Tensor:
+    """A tensor on the CPU to read into: whole, or the shard of one that is sharded as ``layout`` is."""
+    if layout is None:
+        return torch.empty(shape, dtype=dtype)
+    spec = layout._spec
+    whole = TensorMeta(torch.Size(shape), tuple(layout.stride()), dtype)
+    shard = torch.empty(layout._local_tensor.shape, dtype=dtype)
+    return DTensor(shard, dataclasses.replace(spec, tensor_meta=whole), requires_grad=False)
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _fresh(value: Tensor, device: torch.device, home: Home | None) -> Tensor:
     """A new tensor with these values, laid out in memory as its parameter: fused optimizers insist on it."""
+    if isinstance(value, DTensor):
+        return DTensor(value._local_tensor.to(device), value._spec, requires_grad=False)
     like = home.parameter if home is not None else None
     if like is None or like.shape != value.shape or inner_tensors(like) is not None or like.is_contiguous():
         return value.to(device)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rl_session.errors import CheckpointWriteError
 from rl_session.workers.checkpoint.dcp import write_tensors
-from rl_session.workers.checkpoint.directory import replacing, target_of, write_manifest
+from rl_session.workers.checkpoint.directory import replacing_together, target_of, write_manifest
 from rl_session.workers.checkpoint.skeleton import Encoder, Node, nbytes_of
+from rl_session.workers.ranks import SOLO, Ranks
 
 __all__ = ["masters_of", "save"]
 
@@ -26,6 +27,7 @@ def save(
     scheduler: Any | None,
     read: Callable[[Tensor], Tensor],
     extra: Mapping[str, Any] | None = None,
+    ranks: Ranks = SOLO,
 ) -> int:
     """Write a checkpoint, atomically: it is all there, or what stood at ``path`` before still is.
 
@@ -40,6 +42,7 @@ def save(
         scheduler: What has a ``state_dict()``, or None.
         read: Gives, for any of these tensors, one whose values may be read now, on the CPU or a device.
         extra: JSON to keep with it.
+        ranks: Who writes it together, into one directory that all of them reach. What is sharded is written whole.
 
     Returns:
         Bytes of the tensors written, each once.
@@ -48,19 +51,25 @@ def save(
         CheckpointError: Something that is no checkpoint of ours is at ``path``.
         CheckpointWriteError: The disk failed or is full, or the state holds what cannot be written without pickle.
     """
-    target = target_of(path)
-    encoder = Encoder(f"cannot write the checkpoint {target}")
-    body = {
-        "torch": torch.__version__,
-        "model": {name: encoder.encode(tensor, f"model/{name}") for name, tensor in module_tensors.items()},
-        "optimizer": _optimizer(encoder, optimizer, module_tensors, param_names),
-        "scheduler": None if scheduler is None else encoder.encode(scheduler.state_dict(), "scheduler"),
-        "extra": _json(encoder.attempted, dict(extra or {})),
-    }
+    attempted = f"cannot write the checkpoint {path}"
+    with ranks.together(attempted):
+        target = target_of(path)
+        encoder = Encoder(f"cannot write the checkpoint {target}")
+        body = {
+            "torch": torch.__version__,
+            "model": {name: encoder.encode(tensor, f"model/{name}") for name, tensor in module_tensors.items()},
+            "optimizer": _optimizer(encoder, optimizer, module_tensors, param_names),
+            "scheduler": None if scheduler is None else encoder.encode(scheduler.state_dict(), "scheduler"),
+            "extra": _json(encoder.attempted, dict(extra or {})),
+        }
     nbytes = sum(nbytes_of(tensor) for tensor in encoder.tensors.values())
-    with replacing(target, nbytes) as staging:
-        write_tensors(staging, {key: _readable(read, tensor) for key, tensor in encoder.tensors.items()})
-        write_manifest(staging, {**body, "tensors": encoder.table()})
+    with replacing_together(target, nbytes, ranks) as staging:
+        with ranks.together(attempted):
+            tensors = {key: _readable(read, tensor) for key, tensor in encoder.tensors.items()}
+        write_tensors(staging, tensors, ranks)
+        with ranks.together(attempted):
+            if ranks.is_first:
+                write_manifest(staging, {**body, "tensors": encoder.table()})
     return nbytes
 
 

@@ -1,9 +1,10 @@
 """From live state to JSON and a flat table of tensors, without pickle.
 
 None, bools, numbers and strings stand for themselves. Everything else is a *node*, a JSON object whose ``kind`` says
-what it is: ``float`` (not finite), ``dtype``, ``device``, ``tensor`` (its key in the table), ``wrapper`` (a tensor
-subclass around others), ``dict``, ``items`` (list, tuple, set, deque ...), ``namedtuple``, ``object`` (class name and
-attributes; filled in where it lives), ``code`` (a function: not saved, kept as it is).
+what it is: ``float`` (not finite), ``dtype``, ``device``, ``tensor`` (its key in the table; ``sharded`` if it was a
+DTensor, of which the whole is written), ``wrapper`` (another tensor subclass around others), ``dict``, ``items`` (list,
+tuple, set, deque ...), ``namedtuple``, ``object`` (class name and attributes; filled in where it lives), ``code`` (a
+function: not saved, kept as it is).
 
 Reads only metadata of tensors. Knows nothing of files, nor of the way back (:mod:`.restoring`).
 """
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rl_session.errors import CheckpointWriteError
 
@@ -86,7 +88,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
-    """The tensors inside a wrapper subclass (a DTensor, a quantized tensor), or None for a plain one."""
+    """The tensors inside a wrapper subclass (a DTensor, a quantized tensor), or None for a plain one.
+
+    A DTensor is saved and loaded as the whole that it is a part of, not as a wrapper.
+    """
     if not hasattr(tensor, "__tensor_flatten__"):
         return None
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -192,7 +197,7 @@ class Encoder:
 
     def _tensor(self, tensor: Tensor, path: str, home: Tensor | None, depth: int) -> Node:
         inner = inner_tensors(tensor)
-        if inner is not None:
+        if inner is not None and not isinstance(tensor, DTensor):
             parts = {name: self.encode(part, f"{path}/{name}", None, depth + 1) for name, part in inner.items()}
             return {"kind": "wrapper", "type": class_name(tensor), "shape": list(tensor.shape), "attributes": parts}
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -205,7 +210,9 @@ class Encoder:
                 key, number = f"{path}#{number}", number + 1
             self._keys[identity] = key
             self.tensors[key] = tensor
-        node = {"kind": "tensor", "key": key}
+        node: dict[str, Node] = {"kind": "tensor", "key": key}
+        if isinstance(tensor, DTensor):
+            node["sharded"] = True
         if home is not None and home.device.type != "cpu":
             # Saved on a CPU it could be either; restoring then goes by torch's own rules.
             node["on"] = "host" if tensor.device.type == "cpu" else "device"
