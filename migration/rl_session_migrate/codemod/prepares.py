@@ -23,7 +23,7 @@ __all__ = ["decide_prepares", "is_guarded"]
 
 def decide_prepares(facts: Facts, plan: Plan, uses: Uses) -> None:
     """Settle every ``prepare_*`` of a policy or value: a fixpoint, since what one keeps bare another may rely on."""
-    walker = Walker(facts.program, facts.same, uses.judge, _why_handing_matters)
+    walker = Walker(facts.program, facts.same, uses.judge, lambda event: _why_handing_matters(facts, event))
     sites = [site for site in facts.lifecycle(Tenant.POLICY, Tenant.VALUE) if site.rule.kind is Kind.PREPARE]
     kept: dict[Site, str] = {}
     while True:
@@ -65,7 +65,9 @@ def is_guarded(site: Site, reach: Reach) -> bool:
     return False
 
 
-def _why_handing_matters(event: Event) -> str:
+def _why_handing_matters(facts: Facts, event: Event) -> str:
+    if facts.is_in_sight(event):
+        return ""
     name = code(event.node.func) if isinstance(event.node, cst.Call) else "a function"
     return f"what it prepares is handed to {name}(), which is not in sight"
 
