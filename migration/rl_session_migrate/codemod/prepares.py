@@ -46,6 +46,8 @@ def _why_kept(facts: Facts, site: Site, reach: Reach) -> str:
     why = facts.why_not_replaced(site)
     if why:
         return why
+    if _keeps_gradients(site):
+        return "it keeps gradients (keep_train_buffers), which only a scope that says so does: write it by hand"
     if is_guarded(site, reach):
         return "a handler around it deals with its failure"
     if reach.failures:
@@ -53,6 +55,13 @@ def _why_kept(facts: Facts, site: Site, reach: Reach) -> str:
     if not reach.uses and reach.leaves:
         return "nothing in sight uses what it prepares"
     return ""
+
+
+def _keeps_gradients(site: Site) -> bool:
+    """Whether a prepare says, or may say, that gradients of an open step stay."""
+    call = site.node
+    given = call.args if isinstance(call, cst.Call) and site.method == "prepare_for_lp_inference" else ()
+    return any(code(argument.value) != "False" for argument in given)
 
 
 def is_guarded(site: Site, reach: Reach) -> bool:
