@@ -203,7 +203,11 @@ class Session:
         forward_fn: Callable[..., Any] | None = None,
         offload: OffloadConfig | None = None,
     ) -> ValueModel:
-        """As :meth:`policy`, for a critic: ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``."""
+        """As :meth:`policy`, for a critic: ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``.
+
+        Raises:
+            ConfigError, WorkerError, RLSessionError: As :meth:`policy`.
+        """
         return self._make(ValueModel, _factories(locals()), workers)
 
     def _make(self, kind: type[M], told: dict[str, Any], workers: Workers | LocalWorkers | None) -> M:
