@@ -113,7 +113,7 @@ class Arbiter:
         return next(self._clock)
 
     def _measure(self, device: Device) -> int | None:
-        free = device.free_bytes()
+        free = device.free_bytes() if device.capacity is None else None  # a capacity may be set anew at any time
         return None if free is None else int((self.in_use(device) + free) * (1 - _MARGIN))
 
     def seats_on(self, device: Device) -> list[Seat]:
