@@ -44,6 +44,7 @@ class EngineRegistry:
         Raises:
             ConfigError: There is none.
         """
+        _check_name(name)
         if name not in self._known:
             listed = ", ".join(map(repr, self._known)) or "none"
             raise ConfigError(
@@ -66,11 +67,11 @@ class EngineRegistry:
         """Give an engine a name, and an external one its handle; see :meth:`Session.engine`.
 
         Raises:
-            ConfigError: The name is taken, a value is not one of its choices, or the object is no engine.
+            ConfigError: The name is taken or no name, the engine has one already, a value is not one of its choices, or the
+                object is no engine.
             EngineError: It cannot say how many bytes it takes.
         """
-        if name in self._known:
-            raise ConfigError(f"engine({name!r}): the name is taken in this session", (), f'engine("{name}2", ...)')
+        self._check_new(name, engine)
         if isinstance(engine, InProcessEngine):
             engine.name = name
             self._known[name] = engine
@@ -95,6 +96,23 @@ class EngineRegistry:
         )
         return self._admit(control)
 
+    def _check_new(self, name: str, engine: object) -> None:
+        """Refuse a name that is taken, and an engine that has another: its bytes would be counted, and its scopes judged, twice.
+
+        Raises:
+            ConfigError: One of them.
+        """
+        _check_name(name)
+        if name in self._known:
+            raise ConfigError(f"engine({name!r}): the name is taken in this session", (), f'engine("{name}2", ...)')
+        for taken, known in self._known.items():
+            if engine is known or (isinstance(known, EngineHandle) and engine is known.engine):
+                raise ConfigError(
+                    f"engine({name!r}): this engine is in the session already",
+                    (f"its name is {taken!r}", f"the engine: {type(engine).__name__}"),
+                    f"engine = session.engine({taken!r})  # the one handle there is of it",
+                )
+
     def _admit(self, control: EngineControl) -> EngineHandle:
         handle = EngineHandle(control, self._forget)
         control.handle = handle
@@ -110,3 +128,12 @@ class EngineRegistry:
         if control in self._run.engines:
             self._run.engines.remove(control)
         self._run.arbiter.part(control)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"engine({name!r}): a name is a string that says something",
+            (f"given: {type(name).__name__}",),
+            'session.engine("vllm", engine)',
+        )

@@ -6,7 +6,7 @@ nothing is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -73,8 +73,12 @@ class EngineHandle:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are running or waiting."""
-        return self._control.drain.num_in_flight
+        """Requests that are running or waiting.
+
+        Raises:
+            EngineError: The engine cannot say.
+        """
+        return self._control.num_in_flight()
 
     @property
     def health(self) -> str:
@@ -85,9 +89,9 @@ class EngineHandle:
         """What it holds.
 
         Returns:
-            ``state``, ``version``, ``weights`` ("first", "unset", "pushed", "discarded" or "torn"), ``health``, ``in_flight``,
-            ``awake`` (tag to bytes), ``asleep`` (tag to the bytes it would take, None where it cannot say), ``device`` (None:
-            its own), ``releasable`` (bytes that may be taken from it now).
+            ``state``, ``version``, ``weights`` ("first", "unset", "pushed", "discarded" or "torn"), ``health``, ``in_flight``
+            (None where it cannot say), ``awake`` (tag to bytes), ``asleep`` (tag to the bytes it would take, None where it
+            cannot say), ``device`` (None: its own), ``releasable`` (bytes that may be taken from it now).
         """
         control = self._control
         awake = control.sizes
@@ -97,7 +101,7 @@ class EngineHandle:
             "version": control.version,
             "weights": control.weights,
             "health": control.health,
-            "in_flight": control.drain.num_in_flight,
+            "in_flight": control.drain.known_in_flight(),
             "awake": awake,
             "asleep": {tag: _needed(control, tag) for tag in control.tags if tag not in awake},
             "device": None if control.device is None else repr(control.device),
@@ -110,10 +114,12 @@ class EngineHandle:
         """A scope in which the engine is awake, also after the end of the block under lazy release.
 
         Args:
-            tags: What must be awake, such as ``["weights"]``; all of it by default, which is what ``generate`` needs.
+            tags: What must be awake, such as ``["weights"]``; all of it by default, which is what ``generate`` needs. A string
+                is one tag. The scope raises ConfigError on entry for what is no tag of the engine.
             acquire_timeout: Seconds to wait while another thread or task owns the engine; None gives up at once.
         """
-        spelling = "awake()" if tags is None else f"awake(tags={[tags] if isinstance(tags, str) else list(tags)})"
+        tags = tags if tags is None or isinstance(tags, str) or not isinstance(tags, Iterable) else tuple(tags)
+        spelling = "awake()" if tags is None else f"awake(tags={list(tags) if isinstance(tags, tuple) else tags!r})"
         return EngineScope(self._control, self, spelling, tags, acquire_timeout=acquire_timeout)
 
     def generate(self, batch: Batch, **kwargs: Any) -> dict[str, Any]:
@@ -128,7 +134,7 @@ class EngineHandle:
             ``logprobs``.
 
         Raises:
-            ModeError: No scope of the engine is open, or a part of it is asleep.
+            ModeError: No scope of the engine is open, or the open ones do not ask for all of it.
             StaleWeightsError: Its weights were discarded, or a push failed half-way.
             EngineError: The engine failed; it stays awake.
         """

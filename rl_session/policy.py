@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from rl_session.driver.handles import (
 )
 from rl_session.driver.journal import changes
 from rl_session.driver.passing import Passport, rebuild
-from rl_session.driver.refit import buckets_of, refit
+from rl_session.driver.refit import buckets_of, check_bucket, refit, refuse_refit_of_value
 from rl_session.engines import EngineHandle, generation_scope
 from rl_session.errors import ConfigError, UsageError
 from rl_session.generation.in_process import InProcessEngine
@@ -456,14 +456,13 @@ class Policy(TrainableModel):
 
         Raises:
             UsageError: There is no engine, or several and none was named; or it would discard the weights at once.
-            ConfigError: It is no engine of this policy or its session, or ``bucket_nbytes`` is not positive.
+            ConfigError: It is no engine of this policy or its session, or ``bucket_nbytes`` is no positive integer.
             NestingError: A scope of this policy is open in which weights are not read.
             EngineError: The engine failed.
             DeviceMemoryError: There is no room.
             FaultedError: The policy or the engine was faulted before.
         """
-        if bucket_nbytes is not None and bucket_nbytes < 1:
-            raise ConfigError(f"refit(bucket_nbytes={bucket_nbytes})", (), "refit(engine, bucket_nbytes=2**28)")
+        check_bucket(bucket_nbytes)
         chosen = self._choose_engine(engine, "refit()")
         if not isinstance(chosen, EngineControl):
             return 0
@@ -627,6 +626,14 @@ class ValueModel(TrainableModel):
             acquire_timeout: Seconds to wait while another thread or task owns the model; None gives up at once.
         """
         return Scope(self._control, self, Mode.LOGPROB, "inference_mode()", acquire_timeout=acquire_timeout)
+
+    def refit(self, *_: object, **__: object) -> NoReturn:
+        """Nothing to push: engines sample from policies.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        refuse_refit_of_value(self._control)
 
     def get_values(self, batch: Batch) -> dict[str, Any]:
         """One value a token.

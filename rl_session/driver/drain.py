@@ -47,21 +47,32 @@ class Drain:
             self._num_calls -= 1
             self._changed.notify_all()
 
-    @property
     def num_in_flight(self) -> int:
-        """What the engine says, or what we know of where that is more; an engine that cannot say is told by its sleep."""
+        """What the engine says, or what we know of where that is more.
+
+        Raises:
+            TypeError: The engine says what is no number.
+            Exception: Whatever it raised instead.
+        """
+        return max(self._num_calls, num_in_flight_of(self._engine))
+
+    def known_in_flight(self) -> int | None:
+        """The same for messages, which must not fail for an engine that is gone: None where it cannot be read."""
         try:
-            return max(self._num_calls, num_in_flight_of(self._engine))
-        except Exception:  # messages ask too: one about a dead engine must not fail for the death
-            return self._num_calls
+            return self.num_in_flight()
+        except Exception:
+            return None
 
     def wait(self) -> str:
         """Wait until nothing is in flight.
 
         Returns:
             "" when nothing is; else in words why the wait ended before.
+
+        Raises:
+            Exception: The engine cannot say what is in flight, or failed at waiting; then something may be.
         """
-        num = self.num_in_flight
+        num = self.num_in_flight()
         if not num:
             return ""
         if self._refuses:
@@ -69,12 +80,13 @@ class Drain:
         remaining, poll = self._timeout, _FIRST_POLL_SECONDS
         while remaining > 0:
             if DeferredInterrupt.is_waiting():
-                return f"interrupted while {self.num_in_flight} requests were in flight"
+                return f"interrupted while {num} requests were in flight"
             remaining -= self._wait_a_little(min(remaining, _SLICE_SECONDS), poll)
             poll = min(2 * poll, _LAST_POLL_SECONDS)
-            if not self.num_in_flight:
+            num = self.num_in_flight()
+            if not num:
                 return ""
-        return f"{self.num_in_flight} requests still in flight after {self._timeout:g} s"
+        return f"{num} requests still in flight after {self._timeout:g} s"
 
     def _wait_a_little(self, longest: float, poll: float) -> float:
         """Wait for our own calls first, then for the engine's; returns the seconds to charge for it."""

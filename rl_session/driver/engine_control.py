@@ -23,13 +23,13 @@ from rl_session.driver.ownership import Ownership, Token
 from rl_session.driver.run import error_text
 from rl_session.errors import (
     ClosedError,
-    ConfigError,
     FaultedError,
     ModeError,
     ScopeError,
     ScopeOrderError,
     StaleWeightsError,
 )
+from rl_session.generation.protocol import chosen_tags, refusal_of
 from rl_session.lifecycle import Mode
 from rl_session.planning import Holding
 from rl_session.workers.digest import digest_of
@@ -216,15 +216,7 @@ class EngineControl(EnginePower):
             return frame
 
     def _known(self, tags: Sequence[str], spelling: str) -> tuple[str, ...]:
-        asked = (tags,) if isinstance(tags, str) else tuple(tags)
-        unknown = [tag for tag in asked if tag not in self.tags]
-        if unknown or not asked:
-            raise ConfigError(
-                f"{self.label}: {spelling} with tags={list(asked)}",
-                (f"tags of this engine: {', '.join(self.tags)}",),
-                f"engine.awake(tags={list(self.tags)})",
-            )
-        return tuple(tag for tag in self.tags if tag in asked)
+        return chosen_tags(tags, self.tags, f"{self.label}: {spelling}", f"engine.awake(tags={list(self.tags)})")
 
     def leave(self, frame: EngineFrame, error: BaseException | None = None) -> None:
         """Close a scope and those inside it; under eager release the outermost one's end puts the engine to sleep.
@@ -298,6 +290,28 @@ class EngineControl(EnginePower):
                 f"engine.{spelling}  # after the block has ended",
             )
 
+    def retry_pending(self, reason: str) -> bool:
+        """Try a sleep that is pending again, if the engine is idle and nobody is at work on it; for who needs the room.
+
+        Args:
+            reason: For records and messages.
+
+        Returns:
+            Whether it sleeps now that was pending before.
+
+        Raises:
+            EngineError: It would not sleep; it stays pending.
+        """
+        if not self.pending or not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if not self.pending or not self.is_idle:
+                return False
+            self.put_to_sleep(reason)
+            return True
+        finally:
+            self.lock.release()
+
     def sleep_now(self, call_site: str) -> None:
         """Sleep on request, outside every scope.
 
@@ -328,8 +342,8 @@ class EngineControl(EnginePower):
         with self._at_work("update_weights()"):
             counted = CountedBuckets(buckets, self._tear)
             try:
-                if self.engine.update_weights(counted) is False:
-                    raise self._failed("update_weights() returned False", reason)
+                if refusal := refusal_of(self.engine.update_weights(counted)):
+                    raise self._failed(f"update_weights() {refusal}", reason)
                 if not counted.is_done:
                     raise self._failed(f"update_weights() took {counted.num} buckets and left some", reason)
                 self._forget_cached(reason)
@@ -346,8 +360,10 @@ class EngineControl(EnginePower):
     def _forget_cached(self, reason: str) -> None:
         """What is cached of the old weights must not be attended to."""
         reset = getattr(self.engine, "reset_cache", None)
-        if reset is not None and set(self._awake) - {self.tags[0]} and reset() is False:
-            raise self._failed("reset_cache() returned False", reason)
+        if reset is None or not set(self._awake) - {self.tags[0]}:
+            return
+        if refusal := refusal_of(reset()):
+            raise self._failed(f"reset_cache() {refusal}", reason)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -355,7 +371,7 @@ class EngineControl(EnginePower):
         """Sample; legal in a scope of the engine, from any thread.
 
         Raises:
-            ModeError: No scope of the engine is open, or it needs less than all of it.
+            ModeError: No scope of the engine is open, or the open ones ask for less than all of it.
             StaleWeightsError: Its weights are discarded or torn.
             EngineError: The engine failed; it stays awake.
         """
@@ -392,14 +408,17 @@ class EngineControl(EnginePower):
             )
 
     def _check_serves(self) -> None:
+        """Judged by what the open scopes ask for: what happens to be awake beyond that depends on the release, and on luck."""
+        asked = {*self.rests, *(tag for frame in self.frames for tag in frame.tags)}
         asleep = [tag for tag in self.tags if tag not in self._awake]
-        if not (self.frames or self.rests) or asleep:
-            self._record(
-                events.GuardRejected(method="generate", mode=Mode.OFFLOADED.value, needs=asleep or ["awake()"])
-            )
-            missing = f"{', '.join(asleep)} asleep" if asleep else "it is idle: no scope of it is open"
+        missing = [tag for tag in self.tags if tag in asleep or tag not in asked]
+        if missing:
+            needs = missing if asleep or asked else ["awake()"]
+            self._record(events.GuardRejected(method="generate", mode=Mode.OFFLOADED.value, needs=needs))
+            lacks = f"{', '.join(asleep)} asleep" if asleep else f"no open scope asks for {', '.join(missing)}"
+            lacks = lacks if asleep or asked else "it is idle: no scope of it is open"
             raise ModeError(
-                f"{self.label}: generate() with {missing}" if asleep else f"{self.label}: generate(), but {missing}",
+                f"{self.label}: generate(), but {lacks}",
                 self.explain()[1],
                 "with engine.awake() as e: e.generate(batch)",
             )
@@ -422,8 +441,7 @@ class EngineControl(EnginePower):
                 return
             with self._at_work("sleep()"):
                 try:
-                    if self.engine.sleep(self.sleep_level) is False:
-                        raise self._failed(f"sleep({self.sleep_level}) returned False", "recover()")
+                    self._ask_to_sleep("recover()")
                 except BaseException as error:
                     self._reraise(error, f"sleep({self.sleep_level})", "recover()")
                 self.fault = None

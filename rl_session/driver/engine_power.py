@@ -19,7 +19,14 @@ from rl_session.driver.engine_weights import Weights, after_loss
 from rl_session.driver.interrupts import DeferredInterrupt
 from rl_session.driver.run import Run, error_text
 from rl_session.errors import DeviceMemoryError, EngineError, FaultedError, RLSessionError
-from rl_session.generation.protocol import GenerationEngine, awake_tags_of, check_engine, tags_of
+from rl_session.generation.protocol import (
+    GenerationEngine,
+    awake_tags_of,
+    check_engine,
+    check_sizes,
+    refusal_of,
+    tags_of,
+)
 from rl_session.lifecycle import Mode, Release
 from rl_session.offload.device import Device
 from rl_session.planning import Holding
@@ -48,7 +55,7 @@ class EnginePower:
         on_busy: Whether it waits at all ("drain") or fails at once ("refuse").
 
     Raises:
-        ConfigError: ``engine`` is no engine.
+        ConfigError: ``engine`` is no engine, or ``sizes`` are not those of its tags.
         EngineError: It is awake and cannot say how many bytes it takes.
     """
 
@@ -74,6 +81,8 @@ class EnginePower:
         self.release: Release = release
         self.sleep_level = sleep_level
         self.tags = tags_of(engine, name)
+        if sizes is not None:
+            check_sizes(sizes, self.tags, name)
         self.drain = Drain(engine, drain_timeout_seconds, refuses=on_busy == "refuse")
         self.version = 0
         self.weights: Weights = "unset" if getattr(engine, "requires_refit", False) else "first"
@@ -122,7 +131,8 @@ class EnginePower:
         """The label of the engine, and the facts that every message gives."""
         awake = ", ".join(self._awake) or "nothing"
         state = f"state: {self.state} (awake: {awake}), weights: {self.weights}, version {self.version}"
-        facts = [state, f"open scopes: {self._open_scopes()}, in flight: {self.drain.num_in_flight}"]
+        num = self.drain.known_in_flight()
+        facts = [state, f"open scopes: {self._open_scopes()}, in flight: {'not known' if num is None else num}"]
         if self.pending:
             facts.append(f"pending sleep: {self.pending}")
         return self.label, tuple(facts)
@@ -189,7 +199,7 @@ class EnginePower:
         sizes: dict[str, int] = {}
         for tag in tags:
             try:
-                size: object = self.engine.bytes_needed((tag,)) if self._sizes is None else self._sizes.get(tag, 0)
+                size: object = self.engine.bytes_needed((tag,)) if self._sizes is None else self._sizes[tag]
             except Exception as error:
                 raise self._failed(f"bytes_needed(({tag!r},)) failed", "", _text(error)) from error
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
@@ -200,6 +210,15 @@ class EnginePower:
     def needed_for(self, tags: Sequence[str] | None = None) -> int:
         """Bytes that waking ``tags`` (all by default) takes beyond what is awake."""
         return sum(self._needs([t for t in (self.tags if tags is None else tags) if t not in self._awake]).values())
+
+    def total_bytes(self, tags: Sequence[str] | None = None) -> int:
+        """Bytes of ``tags`` (all by default): as counted where they are awake, as the engine says where they are not.
+
+        Raises:
+            EngineError: It cannot say.
+        """
+        wanted = self.tags if tags is None else tuple(tags)
+        return sum(self._awake.get(tag, 0) for tag in wanted) + self.needed_for(wanted)
 
     def wake(self, tags: Sequence[str], reason: str, *, scope_id: int | None = None, reserve: int = 0) -> None:
         """Wake what of ``tags`` is asleep, after room was made for it.
@@ -222,11 +241,15 @@ class EnginePower:
             before = dict(self._awake)
             self._awake |= needs  # counted while it is at it: half a wake holds bytes too
             self._awake = {tag: self._awake[tag] for tag in self.tags if tag in self._awake}
+            said: _SaidNo | None = None
             try:
-                if self.engine.wake(missing) is False:
-                    raise self._failed(f"wake({missing}) returned False", reason)
+                if refusal := refusal_of(self.engine.wake(missing)):
+                    said = _SaidNo(f"wake({missing}) {refusal}")
+                    raise said
             except BaseException as error:
                 self._put_back(error, was_awake=bool(before))
+                if error is said:  # its facts are those of now: it was put back
+                    raise _with_notes(self._failed(str(said), reason), said) from None
                 self._reraise(error, f"wake({missing})", reason)
             nbytes = sum(needs.values())
             self._record(events.EngineWoken(engine=self.name, tags=missing, nbytes=nbytes), scope_id=scope_id)
@@ -241,8 +264,7 @@ class EnginePower:
         self._warn("engine_wake_failed", f"waking failed ({error_text(error)}); it is put back to sleep")
         lost = self.sleep_level >= 2
         try:
-            if self.engine.sleep(self.sleep_level) is False:
-                raise self._failed(f"sleep({self.sleep_level}) returned False", "after a wake that failed")
+            self._ask_to_sleep("after a wake that failed")
         except BaseException as failure:
             error.add_note(f"and while putting {self.label} back to sleep: {failure}")
             self._fall(error, failure)
@@ -275,12 +297,20 @@ class EnginePower:
                 self.weights = after_loss(self.weights)  # whatever becomes of it
             self._half_asleep = True  # False may come before, half-way or after, as an exception may
             try:
-                if self.engine.sleep(self.sleep_level) is False:
-                    raise self._failed(f"sleep({self.sleep_level}) returned False", reason)
+                self._ask_to_sleep(reason)
             except BaseException as error:
                 self._warn("engine_sleep_failed", f"sleeping failed: {error_text(error)}")
                 self._reraise(error, f"sleep({self.sleep_level})", reason)
             self._fell_asleep(reason=reason, lost=lost, say=True, scope_id=scope_id)
+
+    def _ask_to_sleep(self, reason: str) -> None:
+        """Call ``sleep``.
+
+        Raises:
+            EngineError: It said no.
+        """
+        if refusal := refusal_of(self.engine.sleep(self.sleep_level)):
+            raise self._failed(f"sleep({self.sleep_level}) {refusal}", reason)
 
     def _fell_asleep(self, *, reason: str, lost: bool, say: bool, scope_id: int | None = None) -> None:
         self._awake, self.pending, self._half_asleep = {}, "", False
@@ -294,16 +324,41 @@ class EnginePower:
         try:
             problem = self.drain.wait()
         except Exception as error:
+            self._warn("engine_busy", f"{what}: waiting for it failed: {error_text(error)}")
             self._reraise(error, f"{what}: waiting for it", reason)
         if problem:
             self._warn("engine_busy", f"{what}: {problem}")
             raise self._failed(f"{what}: {problem}", reason, remedy=_BUSY)
 
+    def num_in_flight(self) -> int:
+        """Requests that are running or waiting.
+
+        Raises:
+            EngineError: The engine cannot say.
+        """
+        try:
+            return self.drain.num_in_flight()
+        except Exception as error:
+            raise self._failed("in_flight cannot be read", "", _text(error)) from error
+
     def _settle_pending(self) -> None:
-        """On the way into a scope: a sleep that failed is made up for; one that waited for requests in vain is forgotten."""
-        if self.pending and self._half_asleep:
+        """On the way into a scope: a pending sleep is forgotten.
+
+        One that was tried may have got half-way. Where the engine does not say that all of it is awake still, it is made up
+        for first, or what is served next would be read from memory that is gone.
+
+        Raises:
+            EngineError: It had to be made up for, and failed again.
+        """
+        if self.pending and self._half_asleep and not self._is_awake_still():
             self.put_to_sleep(self.pending)
-        self.pending = ""
+        self.pending, self._half_asleep = "", False
+
+    def _is_awake_still(self) -> bool:
+        try:
+            return set(self._awake) <= awake_tags_of(self.engine)
+        except Exception:
+            return False
 
     # -- failing -------------------------------------------------------------------------------------------------
 
@@ -323,9 +378,17 @@ class EnginePower:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's is no MemoryError
             remedy = "Session(device_budget=...), or bytes_needed= of what the engine really takes"
             ours = DeviceMemoryError(ours.attempted, ours.facts, remedy, ours.cause)
-        for note in getattr(error, "__notes__", ()):
-            ours.add_note(note)
-        raise ours from error
+        raise _with_notes(ours, error) from error
+
+
+class _SaidNo(Exception):  # noqa: N818 (an answer, not an error: it leaves this module as an EngineError)
+    """An engine answered that it did not work."""
+
+
+def _with_notes(ours: RLSessionError, error: BaseException) -> RLSessionError:
+    for note in getattr(error, "__notes__", ()):
+        ours.add_note(note)
+    return ours
 
 
 def _text(error: BaseException) -> str:

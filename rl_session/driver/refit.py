@@ -15,23 +15,57 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+import attrs
 from torch import Tensor
 
 from rl_session.audit import events
 from rl_session.driver.room import needs_device
-from rl_session.errors import NestingError, UsageError
+from rl_session.errors import ConfigError, DeviceMemoryError, NestingError, UnsupportedError, UsageError
 from rl_session.lifecycle import Component, Mode, Tier, may_nest
+from rl_session.workers.replies import TransitionRequest
 
 if TYPE_CHECKING:
     from rl_session.driver.control import Control, Frame
     from rl_session.driver.engine_control import EngineControl
 
-__all__ = ["buckets_of", "refit"]
+__all__ = ["buckets_of", "check_bucket", "refit", "refuse_refit_of_value"]
 
 _BUCKET_CAP = 2**30
 """The most bytes in a bucket: beyond that, larger ones save nothing that can be measured, and delay the first."""
+
+
+def check_bucket(bucket_nbytes: object) -> None:
+    """Refuse a size of buckets that is none.
+
+    Args:
+        bucket_nbytes: What the user passed; None for the default.
+
+    Raises:
+        ConfigError: It is no positive integer.
+    """
+    if bucket_nbytes is None:
+        return
+    if isinstance(bucket_nbytes, bool) or not isinstance(bucket_nbytes, int) or bucket_nbytes < 1:
+        raise ConfigError(
+            f"refit(bucket_nbytes={bucket_nbytes!r}) is no number of bytes",
+            ("a bucket has at least 1 byte, in whole bytes; None is what is free on the device, up to 1 GiB",),
+            "refit(engine, bucket_nbytes=2**28)",
+        )
+
+
+def refuse_refit_of_value(control: Control) -> NoReturn:
+    """A value model has no engine that samples from it.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{control.label}: refit(): a value model has no weights that an engine serves",
+        control.explain()[1],
+        "policy.refit(engine)  # of the policy that the engine samples from",
+    )
 
 
 def buckets_of(control: Control, bucket_nbytes: int) -> Iterator[dict[str, Tensor]]:
@@ -75,11 +109,13 @@ def refit(
         The version that the engine has now.
 
     Raises:
+        ConfigError: ``bucket_nbytes`` is no positive integer.
         NestingError: The policy is in a scope in which no REFIT may be opened.
         UsageError: The engine would discard the weights again at once.
         EngineError, DeviceMemoryError: The engine failed, or there is no room; both sides are back where they were.
         RLSessionError: The policy could not be moved; likewise.
     """
+    check_bucket(bucket_nbytes)
     token = control.acquire("refit()", call_site)
     try:
         engine_token = engine.acquire("refit()", call_site)
@@ -117,7 +153,9 @@ class _Refit:
         self._refuse_in_vain()
         self._engine.refitting = self._control
         try:
-            if self._is_current():
+            is_current = self._is_current()
+            self._refuse_without_room(pushes=not is_current)
+            if is_current:
                 self._publish(skipped=True)
             else:
                 self._push()
@@ -150,6 +188,41 @@ class _Refit:
                 "policy.refit(engine)  # outside the scope, of a policy that rests offloaded; or sleep_level=1",
             )
 
+    def _refuse_without_room(self, *, pushes: bool) -> None:
+        """Refuse what can never fit, before anything moves; what fits once others leave is the arbiter's to judge.
+
+        Raises:
+            DeviceMemoryError: The engine alone is larger than the budget of its device, or its weights and the policy in REFIT.
+        """
+        engine, device = self._engine, self._engine.device
+        budget = None if device is None else self._control.run.arbiter.budget_of(device)
+        if budget is None:
+            return
+        if self._wakes_the_rest():
+            self._check_budget(budget, engine.total_bytes(), f"all of {engine.label}")
+        if pushes and device is self._control.device and self._needs_refit():
+            self._check_nesting()
+            weights = engine.total_bytes(engine.tags[:1])
+            what = f"the weights of {engine.label} {weights} and {self._control.label} in refit mode"
+            self._check_budget(budget, weights + self._refit_bytes(), what)
+
+    def _refit_bytes(self) -> int:
+        """Bytes of the policy on its device in REFIT, when everything that may leave has left."""
+        control = self._control
+        flags = attrs.evolve(control.flags, release="eager")
+        held = sum(holding.nbytes for holding in control.seat.holdings())
+        return held + control.seat.wish(TransitionRequest(mode=Mode.REFIT, flags=flags)).nbytes
+
+    def _check_budget(self, budget: int, needed: int, what: str) -> None:
+        if needed <= budget:
+            return
+        engine = self._engine
+        raise DeviceMemoryError(
+            f"{engine.label}: {self._reason}: no room on the device, whoever leaves",
+            (f"needed: {needed} bytes for {what}; budget: {budget}", *engine.explain()[1]),
+            "a smaller KV cache in the engine, or Session(device_budget=...), or an engine on a device of its own",
+        )
+
     # -- the way in ----------------------------------------------------------------------------------------------
 
     def _check_nesting(self) -> None:
@@ -164,8 +237,7 @@ class _Refit:
 
     def _push(self) -> None:
         control, engine = self._control, self._engine
-        from_host = bool(getattr(engine.engine, "accepts_host_weights", False)) and self._reads_on_host()
-        if not from_host and not self._in_place:
+        if self._needs_refit():
             self._check_nesting()
             self._frame = control.enter(self, Mode.REFIT, "refit()", self._call_site, via="session")
         sizes = control.ask("weight_sizes")
@@ -180,6 +252,11 @@ class _Refit:
         if self._frame is not None:
             frame, self._frame = self._frame, None
             control.leave(frame, None)
+
+    def _needs_refit(self) -> bool:
+        """Whether the policy has to go to REFIT for the push."""
+        from_host = bool(getattr(self._engine.engine, "accepts_host_weights", False)) and self._reads_on_host()
+        return not from_host and not self._in_place
 
     def _reads_on_host(self) -> bool:
         """Whether the weights can be read from their host copies as the policy stands: nothing has to move."""
@@ -214,8 +291,11 @@ class _Refit:
 
     def _wake_the_rest(self) -> None:
         """Leave it awake for the scope that follows; in a scope of its own, that scope has said what it needs."""
-        if self._keeps_engine and not self._in_place and not self._engine.frames:
+        if self._wakes_the_rest():
             self._engine.wake(self._engine.tags, self._reason)
+
+    def _wakes_the_rest(self) -> bool:
+        return self._keeps_engine and not self._in_place and not self._engine.frames
 
     def _put_engine_back(self) -> None:
         if self._was_asleep and not self._engine.frames:

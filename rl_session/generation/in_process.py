@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rl_session.errors import ConfigError
 from rl_session.workers.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class InProcessEngine:
         mbs: Sequences sampled at once; all by default.
 
     Raises:
-        ConfigError: A parameter is out of range.
+        ConfigError: ``policy`` is no policy, ``name`` no name, or a parameter is out of range.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class InProcessEngine:
         seed: int | None = None,
         mbs: int | None = None,
     ) -> None:
+        _check(policy, name)
         self.name = name
         self.policy = policy
         self.params = SamplingParams(
@@ -95,3 +97,18 @@ class InProcessEngine:
         result: dict[str, Any] = self.policy._control.call("generate", batch, params, self._num_calls)  # noqa: SLF001
         self._num_calls += 1
         return result
+
+
+def _check(policy: object, name: object) -> None:
+    if not isinstance(getattr(policy, "_engines", None), list):
+        raise ConfigError(
+            f"InProcessEngine({policy!r}): it samples with a policy of a session",
+            (f"given: {type(policy).__name__}",),
+            "rs.InProcessEngine(session.attach(model, optimizer), max_new_tokens=64)",
+        )
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"InProcessEngine(name={name!r}): a name is a string that says something",
+            (f"given: {type(name).__name__}",),
+            'rs.InProcessEngine(policy, name="engine")',
+        )

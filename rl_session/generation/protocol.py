@@ -5,7 +5,7 @@ Any object with these methods will do; nothing has to be inherited. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,16 @@ from torch import Tensor
 
 from rl_session.errors import ConfigError
 
-__all__ = ["GenerationEngine", "awake_tags_of", "check_engine", "num_in_flight_of", "tags_of"]
+__all__ = [
+    "GenerationEngine",
+    "awake_tags_of",
+    "check_engine",
+    "check_sizes",
+    "chosen_tags",
+    "num_in_flight_of",
+    "refusal_of",
+    "tags_of",
+]
 
 _DEFAULT_TAGS = ("weights", "kv_cache")
 _METHODS = ("wake", "sleep", "update_weights", "generate")
@@ -23,8 +32,9 @@ _METHODS = ("wake", "sleep", "update_weights", "generate")
 class GenerationEngine(Protocol):
     """A generation engine: something that holds weights and a KV cache, can give their memory back, and samples.
 
-    The calls below are made one at a time, but for :meth:`generate`, which any thread may make while the engine is awake. Waking
-    and sleeping may answer False for "it did not work"; True and None are success, and so is no exception. Three promises:
+    The calls below are made one at a time, but for :meth:`generate`, which any thread may make while the engine is awake. Waking,
+    sleeping, pushing and resetting may answer "it did not work" by a value that is false and not None (False, 0). None and every
+    other value are success, and an exception is not. Three promises:
 
     - ``sleep`` of an engine that is asleep, or awake in part, is harmless and leaves it asleep;
     - a ``wake`` or ``sleep(1)`` that fails leaves the content of the weights intact, wherever it is then;
@@ -34,7 +44,8 @@ class GenerationEngine(Protocol):
 
     - ``tags``: the parts that can wake one after the other, first the one that pushes go into (``("weights", "kv_cache")``);
     - ``device``: the device that the engine shares with participants of the session;
-    - ``awake_tags``: the parts that are awake when the engine joins a session (none);
+    - ``awake_tags``: the parts that are awake now, none where the engine cannot be sure; asked when it joins a session, and
+      after a ``sleep`` that failed (without it, none);
     - ``accepts_host_weights``: whether ``update_weights`` takes CPU tensors (False);
     - ``requires_refit``: whether its first weights are placeholders that must never be served (False);
     - ``reset_cache() -> bool | None``: forget what was cached of the weights before a push;
@@ -63,7 +74,10 @@ class GenerationEngine(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Requests that are running or waiting; a method of that name will do as well."""
+        """Requests that are running or waiting, 0 or more; a method of that name will do as well.
+
+        Before every sleep and push it has to be known: what is no such number, or cannot be read, fails them.
+        """
         ...
 
 
@@ -92,25 +106,103 @@ def check_engine(engine: object, name: str, *, has_sizes: bool) -> None:
 
 
 def tags_of(engine: object, name: str) -> tuple[str, ...]:
-    """The engine's parts, first the one that pushes go into.
+    """The engine's parts, first the one that pushes go into. A string is one of them.
 
     Raises:
-        ConfigError: There is none, or one twice.
+        ConfigError: There is none, one twice, or one that is no name.
     """
-    tags = tuple(str(tag) for tag in getattr(engine, "tags", _DEFAULT_TAGS))
+    said: object = getattr(engine, "tags", _DEFAULT_TAGS)
+    tags = _as_tags(said)
     if not tags or len(set(tags)) != len(tags):
         raise ConfigError(
-            f"session.engine({name!r}): tags={tags!r}", (), 'tags = ("weights", "kv_cache")  # of the engine'
+            f"session.engine({name!r}): the engine's tags={said!r}",
+            ("tags are different strings, at least one",),
+            'tags = ("weights", "kv_cache")  # of the engine',
         )
     return tags
 
 
+def chosen_tags(tags: object, known: Sequence[str], attempted: str, remedy: str) -> tuple[str, ...]:
+    """What of ``known`` a user named, in that order. A string is one tag.
+
+    Args:
+        tags: What the user passed.
+        known: The tags that there are.
+        attempted: For the message.
+        remedy: For the message.
+
+    Raises:
+        ConfigError: Nothing was named, or something that is none of ``known``.
+    """
+    asked = _as_tags(tags)
+    if not asked or not set(asked) <= set(known):
+        raise ConfigError(
+            f"{attempted} with tags={list(asked) if asked else tags!r}",
+            (f"tags of this engine: {', '.join(known)}",),
+            remedy,
+        )
+    return tuple(tag for tag in known if tag in asked)
+
+
+def _as_tags(said: object) -> tuple[str, ...]:
+    """Tags as a tuple; empty where it is no string and no collection of strings that say something."""
+    if isinstance(said, str):
+        said = (said,)
+    if not isinstance(said, Iterable):
+        return ()
+    tags = tuple(said)
+    return tags if all(isinstance(tag, str) and tag for tag in tags) else ()
+
+
+def check_sizes(sizes: object, tags: Sequence[str], name: str) -> None:
+    """Refuse sizes that do not say of each of ``tags``, and of nothing else, how many bytes it takes.
+
+    Args:
+        sizes: What the user passed as ``bytes_needed``.
+        tags: The engine's.
+        name: Its name in the session.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    wrong = ["it is no mapping"]
+    if isinstance(sizes, Mapping):
+        wrong = [f"unknown: {tag!r}" for tag in sizes if tag not in tags]
+        wrong += [f"missing: {tag!r}" for tag in tags if tag not in sizes]
+        wrong += [f"no number of bytes: {tag!r}" for tag in tags if tag in sizes and not _is_count(sizes[tag])]
+    if wrong:
+        example = ", ".join(f"{tag!r}: 8 * 2**30" for tag in tags)
+        raise ConfigError(
+            f"session.engine({name!r}, bytes_needed={sizes!r})",
+            (*wrong, f"tags of this engine: {', '.join(tags)}"),
+            f"session.engine({name!r}, engine, bytes_needed={{{example}}})",
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def awake_tags_of(engine: object) -> frozenset[str]:
     """The parts that are awake now, as far as the engine says."""
-    return frozenset(str(tag) for tag in getattr(engine, "awake_tags", ()))
+    return frozenset(_as_tags(getattr(engine, "awake_tags", ())))
+
+
+def refusal_of(answer: object) -> str:
+    """What an engine answered in words, if that says "it did not work": false, but not None. Else ""."""
+    return f"returned {answer!r}" if answer is not None and not answer else ""
 
 
 def num_in_flight_of(engine: object) -> int:
-    """How many requests the engine is working on."""
-    value = getattr(engine, "in_flight", 0)
-    return int(value() if callable(value) else value)
+    """How many requests the engine is working on.
+
+    Raises:
+        TypeError: The engine says what is no number of requests.
+        Exception: Whatever it raised instead.
+    """
+    value: Any = getattr(engine, "in_flight", 0)
+    found: object = value() if callable(value) else value
+    if not _is_count(found):
+        raise TypeError(f"in_flight gave {found!r}, no number of requests")
+    assert isinstance(found, int)
+    return found

@@ -126,8 +126,8 @@ class VLLMEngine:
 
     @property
     def awake_tags(self) -> frozenset[str]:
-        """What is awake."""
-        return frozenset(self._awake)
+        """What is awake; nothing after a wake or sleep that failed: then it is not known."""
+        return frozenset() if self._is_unsure else frozenset(self._awake)
 
     def bytes_needed(self, tags: Sequence[str]) -> int:
         """Bytes of device memory that ``tags`` take, as measured when the engine was made."""
@@ -152,10 +152,12 @@ class VLLMEngine:
         if not self._awake and not self._is_unsure:
             return None
         self.wake(self.tags)
+        self._is_unsure = True
         self._llm.sleep(level=level)
         is_sleeping = getattr(self._llm.llm_engine, "is_sleeping", None)
         if is_sleeping is not None and not is_sleeping():
             return False
+        self._is_unsure = False
         self._awake.clear()
         return None
 

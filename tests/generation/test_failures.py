@@ -288,16 +288,19 @@ def test_an_engine_that_is_gone_is_named_by_every_error_and_kept_from_nobody(mak
             raise ConnectionError("the engine's process is gone")
 
     for name in ("entered", "refitted"):
-        gone = rig.session.engine(name, Gone(rig.device), bytes_needed={"weights": ONE})
+        gone = rig.session.engine(name, Gone(rig.device), bytes_needed={"weights": ONE, "kv_cache": 0})
         with pytest.raises(rs.EngineError, match="wake") as caught:
             gone.awake().__enter__() if name == "entered" else rig.policy.refit(gone)
         assert caught.value.cause == "ConnectionError: the engine's process is gone"
-        assert (gone.health, gone.in_flight, rig.policy.mode) == ("faulted", 0, rs.Mode.OFFLOADED)
+        assert (gone.health, rig.policy.mode) == ("faulted", rs.Mode.OFFLOADED)
+        with pytest.raises(rs.EngineError, match="in_flight cannot be read"):
+            _ = gone.in_flight
         with pytest.raises(rs.EngineError):
             gone.recover()
         gone.close()
     silent = rig.session.engine("silent", Gone(rig.device))
-    assert rig.session.memory()["engines"]["silent"]["asleep"] == {"weights": None, "kv_cache": None}
+    told = rig.session.memory()["engines"]["silent"]
+    assert (told["asleep"], told["in_flight"]) == ({"weights": None, "kv_cache": None}, None)
     silent.close()
     step(rig)
 

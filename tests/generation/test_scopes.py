@@ -83,8 +83,10 @@ def test_an_inner_scope_wakes_nothing_and_leaves_the_outer_one_what_it_needs(mak
         assert (rig.engine.state, rig.engine_bytes) == ("weights", ONE)
         with rig.engine.awake(), rig.engine.awake():
             assert rig.engine.state == "awake"
+            rig.engine.generate(prompts())
         assert rig.engine.state == "awake"  # sleep takes no tags
-        rig.engine.generate(prompts())
+        with pytest.raises(rs.ModeError, match="no open scope asks for kv_cache"):
+            rig.engine.generate(prompts())
     assert rig.engine.state == "asleep"
     assert rig.fake.calls == ["wake weights", "wake kv_cache", "generate", "sleep 1"]
 
@@ -114,6 +116,12 @@ def test_generate_is_legal_in_a_scope_with_all_of_the_engine_awake_and_nowhere_e
         fresh.engine.generate(prompts())
     assert [list(r.event.needs) for r in fresh.records("guard.rejected")] == [["kv_cache"]]
     assert fresh.fake.calls == ["wake weights", *(["sleep 1"] if release == "eager" else [])]
+    with fresh.engine.awake():
+        pass
+    with fresh.engine.awake(tags="weights"), pytest.raises(rs.ModeError):  # all of it may be awake, and none asks for it
+        fresh.engine.generate(prompts())
+    assert [list(r.event.needs) for r in fresh.records("guard.rejected")] == [["kv_cache"], ["kv_cache"]]
+    assert "generate" not in fresh.fake.calls
 
 
 def test_a_tag_that_the_engine_does_not_have_is_refused(make: Make) -> None:

@@ -13,6 +13,7 @@ from rl_session.adapters.nemo_rl.traits import EngineTraits
 from rl_session.audit import events
 from rl_session.driver.run import error_text
 from rl_session.errors import EngineError, FaultedError
+from rl_session.generation.protocol import refusal_of
 from rl_session.lifecycle import Mode, Tier
 from rl_session.offload.reports import Notice
 from rl_session.workers.replies import TransitionRequest
@@ -147,21 +148,21 @@ class EngineGroup(LegacyGroup):
             self.policy.weights_taken()
 
     def _ask(self, method: str, kwargs: Mapping[str, Any]) -> None:
-        """Call the object; False is what its backends say instead of raising.
+        """Call the object; False is what its backends say instead of raising, and None says nothing.
 
         Raises:
-            EngineError: It raised, or said False.
+            EngineError: It raised, or said what is false and not None.
         """
-        cause, origin = "", None
+        cause, origin, refusal = "", None, ""
         shown = f"{method}({', '.join(f'{name}={value!r}' for name, value in kwargs.items())})"
         try:
-            said = getattr(self.legacy, method)(**kwargs)
+            refusal = refusal_of(getattr(self.legacy, method)(**kwargs))
         except Exception as error:
-            said, cause, origin = False, error_text(error) or "", error
-        if said is False:
+            refusal, cause, origin = "raised", error_text(error) or "", error
+        if refusal:
             raise EngineError(
                 f"{self.label}: {shown} failed",
-                (*self.explain()[1], "it raised" if cause else "it returned False: the engine's own log says why"),
+                (*self.explain()[1], "it raised" if cause else f"it {refusal}: the engine's own log says why"),
                 "the same again, when the cause is gone",
                 cause,
             ) from origin

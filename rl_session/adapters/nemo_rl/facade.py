@@ -5,7 +5,7 @@ Each method says what it wants to :class:`rl_session.driver.control.Control`; no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
 
@@ -17,7 +17,8 @@ from rl_session.adapters.nemo_rl.trainer import TrainerGroup
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site
 from rl_session.driver.control import Control, Frame
-from rl_session.errors import ScopeError, UsageError
+from rl_session.errors import ConfigError, ScopeError, UnsupportedError, UsageError
+from rl_session.generation.protocol import chosen_tags
 from rl_session.lifecycle import Mode, Placement
 from rl_session.offload.device import Device
 from rl_session.scope import Scope
@@ -50,11 +51,20 @@ class LegacyScope(Scope[Any]):
         group = self._group
         group.wish = self._wish
         try:
-            if isinstance(group, EngineGroup) and self._control.frames and not group.covers(self._wish.tags):
+            if isinstance(group, EngineGroup) and self._control.frames and not self._is_asked_for(group):
                 self._refuse_more(site)
             return super()._enter(site)
         finally:
             group.wish = Wish()
+
+    def _is_asked_for(self, group: EngineGroup) -> bool:
+        """Whether the open scopes ask for what this one does; what is awake beyond that depends on the release."""
+        asked: set[str] = set()
+        for frame in self._control.frames:
+            outer = frame.holder()
+            if isinstance(outer, LegacyScope):
+                asked.update(outer._wish.tags or ENGINE_COMPONENTS)  # noqa: SLF001 (one of its own kind)
+        return asked >= set(self._wish.tags or ENGINE_COMPONENTS) and group.covers(self._wish.tags)
 
     def _refuse_more(self, site: str) -> None:
         outer = self._control.frames[-1]
@@ -75,6 +85,18 @@ class LegacyScope(Scope[Any]):
         return self._handle_of()
 
 
+class _NoSuchScopeError(UnsupportedError, AttributeError):
+    """A scope of another kind of object; an AttributeError too, so that ``hasattr`` answers."""
+
+
+_SPOKEN_SCOPES: Mapping[str, str] = {
+    **dict.fromkeys(("training_mode", "offloaded", "logprob_mode", "refit_mode", "refit", "legacy_refit"), "policy"),
+    "inference_mode": "value_model",
+    **dict.fromkeys(("awake", "wake", "sleep"), "policy_generation"),
+}
+"""Every scope and call of some kind of object, and how an object that has it is called in examples."""
+
+
 class LegacyScopes:
     """The scopes of one NeMo-RL object. Made by :func:`scopes`, once an object."""
 
@@ -92,6 +114,17 @@ class LegacyScopes:
     @property
     def _is_megatron(self) -> bool:
         return isinstance(self.group, TrainerGroup) and self.group.traits.is_megatron
+
+    def __getattr__(self, name: str) -> Any:
+        spoken = _SPOKEN_SCOPES.get(name)
+        if spoken is None or "_control" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        own = [scope for scope in _SPOKEN_SCOPES if hasattr(type(self), scope)]
+        raise _NoSuchScopeError(
+            f"{self._control.label}: {name}() is no scope of a {self._control.kind}",
+            (f"its own: {', '.join(own)}",),
+            f"scopes({spoken}).{name}(...), or one of its own",
+        )
 
     def _handle(self) -> LegacyHandle:
         return LegacyHandle(self._control, self.group.legacy, is_megatron=self._is_megatron)
@@ -281,8 +314,15 @@ class PolicyScopes(_TrainerScopes):
             EngineError: A wake failed, or said False; both sides were put back.
             ScopeError: A scope of the policy is open, and the engine is on the same GPUs.
             UsageError: ``policy_generation`` is no engine.
+            ConfigError: ``transfer`` is nothing that can be called.
             RLSessionError: A legacy call failed and was undone.
         """
+        if transfer is not None and not callable(transfer):
+            raise ConfigError(
+                f"{self._control.label}: refit(policy_generation, {transfer!r}): the transfer cannot be called",
+                (f"given: {type(transfer).__name__}",),
+                "scopes(policy).refit(policy_generation, lambda: ...), or with scopes(policy).refit(policy_generation): ...",
+            )
         block = refitting(self, self._engine_of(policy_generation, "refit"))
         if transfer is None:
             return block
@@ -309,11 +349,13 @@ class PolicyScopes(_TrainerScopes):
 
     def awake(self, *, tags: Sequence[str] | None = None, acquire_timeout: float | None = None) -> Any:
         """A block in which nothing changes: a policy that is its own generation object never slept."""
-        del tags, acquire_timeout
+        del acquire_timeout
+        _tags(tags, self._control.label, "awake()")
         return nullcontext()
 
     def wake(self, *, tags: Sequence[str] | None = None) -> None:
         """Nothing, as :meth:`awake`."""
+        _tags(tags, self._control.label, "wake()")
 
     def sleep(self) -> None:
         """Nothing, as :meth:`awake`; to free the memory of the policy write ``offload()``."""
@@ -356,13 +398,16 @@ class EngineScopes(LegacyScopes):
         """A scope as after ``prepare_for_generation(tags=...)``; its exit is ``finish_generation()``.
 
         Args:
-            tags: What to wake, such as ``["weights"]``; None for everything.
+            tags: What to wake, such as ``["weights"]``; None for everything. A string is one tag.
             acquire_timeout: Seconds to wait while another thread or task owns the object; None gives up at once.
+
+        Raises:
+            ConfigError: A tag that there is not.
 
         Raises (on entry):
             EngineError: The wake raised, or said False; the engine was put to sleep.
         """
-        return self._awake(None if tags is None else tuple(tags), acquire_timeout=acquire_timeout)
+        return self._awake(_tags(tags, self._control.label, "awake()"), acquire_timeout=acquire_timeout)
 
     def wake(self, *, tags: Sequence[str] | None = None) -> None:
         """Wake it, and let it rest awake until :meth:`sleep`, or until another tenant's scope needs the room.
@@ -372,16 +417,18 @@ class EngineScopes(LegacyScopes):
         sleep, in another process, is not known here.
 
         Args:
-            tags: What to wake, such as ``["weights"]``; None for everything.
+            tags: What to wake, such as ``["weights"]``; None for everything. A string is one tag.
 
         Raises:
+            ConfigError: A tag that there is not.
             EngineError: The wake raised, or said False; the engine was put to sleep.
             ScopeError: A scope of it is open.
             NestingError: A scope of another tenant is open.
         """
         group = self.group
+        wish = Wish(tags=_whole(_tags(tags, self._control.label, "wake()")))
         self._believe_nothing()
-        group.wish = Wish(tags=_tags(tags))
+        group.wish = wish
         try:
             self._control.switch(Mode.GENERATION, "wake()", call_site(), evict=True)
         finally:
@@ -405,10 +452,23 @@ class EngineScopes(LegacyScopes):
         self, tags: tuple[str, ...] | None, *, hold: bool = False, acquire_timeout: float | None = None
     ) -> LegacyScope:
         spelling = "awake()" if tags is None else f"awake(tags={list(tags)})"
-        wish = Wish(tags=_tags(tags))
+        wish = Wish(tags=_whole(tags))
         return LegacyScope(self, Mode.GENERATION, spelling, wish, acquire_timeout=acquire_timeout, hold=hold)
 
 
-def _tags(tags: Sequence[str] | None) -> tuple[str, ...] | None:
+def _tags(tags: object, label: str, spelling: str) -> tuple[str, ...] | None:
+    """What a user named.
+
+    Raises:
+        ConfigError: A tag that there is not.
+    """
+    if tags is None:
+        return None
+    return chosen_tags(
+        tags, ENGINE_COMPONENTS, f"{label}: {spelling}", 'scopes(policy_generation).awake(tags=["weights"])'
+    )
+
+
+def _whole(tags: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """Tags as a wish: naming everything is naming nothing."""
-    return None if tags is None or set(tags) == set(ENGINE_COMPONENTS) else tuple(tags)
+    return None if tags is None or set(tags) == set(ENGINE_COMPONENTS) else tags

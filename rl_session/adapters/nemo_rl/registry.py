@@ -276,10 +276,17 @@ def share(
         The scopes of the objects that share, in their order.
 
     Raises:
-        ConfigError: Objects share with different others already, or under another release; or an engine has GPUs of its own.
+        ConfigError: No object was named, objects share with different others already, or under another release; or an engine has
+            GPUs of its own.
         ScopeError: A scope of an object that is about to join is open.
     """
     check_choice("share", "release", release or "lazy", ("lazy", "eager"))
+    if not objects:
+        raise ConfigError(
+            "share(): no object was named",
+            ("it says which objects live on the same GPUs",),
+            "share(policy, value_model, policy_generation)",
+        )
     if only_colocated:
         objects = tuple({id(each): each for each in objects if each is not None}.values())
     made: tuple[LegacyScopes, ...] = tuple(
