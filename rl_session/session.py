@@ -460,6 +460,8 @@ class Session:
         check_budget("make_room", "nbytes", nbytes)
         for participant in self._participants:
             participant._control.retry_pending(f"make_room({nbytes})")  # noqa: SLF001
+        for engine in list(self._run.engines):
+            engine.retry_pending(f"make_room({nbytes})")
         for each in [device] if device is not None else self._all_devices():
             self._run.arbiter.make_room(each, nbytes)
 

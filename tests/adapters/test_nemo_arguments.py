@@ -50,7 +50,9 @@ def test_a_scope_inside_one_of_the_weights_wakes_no_more_whatever_is_awake(sessi
 
 
 @pytest.mark.parametrize("transfer", [3, "x", False])
-def test_a_transfer_that_cannot_be_called_is_refused_before_the_engine_wakes(session: rs.Session, transfer: Any) -> None:
+def test_a_transfer_that_cannot_be_called_is_refused_before_the_engine_wakes(
+    session: rs.Session, transfer: Any
+) -> None:
     policy, engine = LegacyPolicy("dtensor_v2"), LegacyGeneration()
     share(policy, engine, session=session)
     with pytest.raises(rs.ConfigError, match="the transfer cannot be called"):

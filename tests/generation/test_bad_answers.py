@@ -39,7 +39,9 @@ class Telling(FakeEngine):
 
 @pytest.mark.parametrize("said", [[], None, "x", -1, 1.5, True, raising], ids=repr)
 @pytest.mark.parametrize("on_busy", ["drain", "refuse"])
-def test_an_engine_is_not_put_to_sleep_while_its_requests_cannot_be_counted(on_busy: Any, said: Any, make: Make) -> None:
+def test_an_engine_is_not_put_to_sleep_while_its_requests_cannot_be_counted(
+    on_busy: Any, said: Any, make: Make
+) -> None:
     rig = make()
     fake = Telling(rig.device, weights=ONE, kv_nbytes=ONE)
     handle = rig.session.engine("telling", fake, on_busy=on_busy)
@@ -122,7 +124,9 @@ def test_a_pending_sleep_is_tried_again_when_asked_to_and_only_of_an_idle_engine
 # -- answers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("answer", "fails"), [(False, True), (0, True), (None, False), (True, False), ("", True), ("done", False)])
+@pytest.mark.parametrize(
+    ("answer", "fails"), [(False, True), (0, True), (None, False), (True, False), ("", True), ("done", False)]
+)
 @pytest.mark.parametrize("operation", ["wake", "sleep", "update_weights"])
 def test_what_is_false_and_not_none_is_a_failure(operation: str, answer: Any, fails: bool, make: Make) -> None:
     rig = make()

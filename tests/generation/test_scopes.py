@@ -118,7 +118,10 @@ def test_generate_is_legal_in_a_scope_with_all_of_the_engine_awake_and_nowhere_e
     assert fresh.fake.calls == ["wake weights", *(["sleep 1"] if release == "eager" else [])]
     with fresh.engine.awake():
         pass
-    with fresh.engine.awake(tags="weights"), pytest.raises(rs.ModeError):  # all of it may be awake, and none asks for it
+    with (
+        fresh.engine.awake(tags="weights"),
+        pytest.raises(rs.ModeError),
+    ):  # all of it may be awake, and none asks for it
         fresh.engine.generate(prompts())
     assert [list(r.event.needs) for r in fresh.records("guard.rejected")] == [["kv_cache"], ["kv_cache"]]
     assert "generate" not in fresh.fake.calls
