@@ -184,8 +184,9 @@ class TrainableModel:
 
         Returns:
             ``components`` (component to tier to bytes), ``clean`` (bytes on the device that could be freed without a
-            copy), ``uncovered`` (tensors of no component: name to bytes), ``device_bytes``, ``device_free`` (None: no
-            limit), ``host_in_use`` and ``host_held`` (bytes of host buffers).
+            copy), ``dirty`` (component to bytes on the device that must be copied to leave), ``uncovered`` (tensors of
+            no component: name to bytes), ``device_bytes`` and ``device_free`` of the whole device (None: no limit),
+            ``host_in_use`` and ``host_held`` (bytes of host buffers).
 
         Raises:
             ClosedError: The policy was closed.
@@ -293,10 +294,13 @@ class TrainableModel:
             value: A module, or anything tensors can be found in.
 
         Raises:
-            ConfigError: The name is taken.
+            ConfigError: The name is taken or is no name, or no tensor is found in the value.
         """
-        if name in set(Component):
-            raise ConfigError(f"register({name!r}): that component exists", (), 'policy.register("ema", ema_model)')
+        given: object = name
+        is_name = isinstance(given, str) and bool(given)
+        if not is_name or name in set(self._control.ask("component_names")):
+            what = "that component exists" if is_name else "not a name"
+            raise ConfigError(f"register({name!r}): {what}", (), 'policy.register("ema", ema_model)')
         self._control.call("register_extra", name, value, gate="")
 
     def pin(self, *components: Component | str) -> None:

@@ -86,6 +86,8 @@ class Session:
         check_budget("Session", "device_budget", device_budget)
         check_budget("Session", "host_budget", host_budget)
         check_seconds("Session", "timeout_seconds", timeout_seconds)
+        if audit_path is not None and not isinstance(audit_path, str | PathLike):
+            raise ConfigError(f"Session: audit_path={audit_path!r} is no path", (), 'Session("run.jsonl")')
         self._rotate_nbytes = audit_rotate_nbytes
         self._has_ranks = False
         self._sites: dict[int, tuple[object, RemoteDevice]] = {}
@@ -201,13 +203,17 @@ class Session:
         forward_fn: Callable[..., Any] | None = None,
         offload: OffloadConfig | None = None,
     ) -> ValueModel:
-        """As :meth:`policy`, for a critic: ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``."""
+        """As :meth:`policy`, for a critic: ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``.
+
+        Raises:
+            ConfigError, WorkerError, RLSessionError: As :meth:`policy`.
+        """
         return self._make(ValueModel, _factories(locals()), workers)
 
     def _make(self, kind: type[M], told: dict[str, Any], workers: Workers | LocalWorkers | None) -> M:
         name, base, config = told.pop("name"), told.pop("base"), told.pop("offload") or OffloadConfig()
         label = f"{kind._kind} {name!r}"  # noqa: SLF001 (the class says how messages call it)
-        self._check_new(label, name, base)
+        self._check_new(label, name, base, config)
         verify = (config.verify or self._run.verify) == "checksum"
         flags = config.flags(release=self._run.release)
         plan = RankPlan(label=label, config=config, flags=flags, verify=verify, **told)
@@ -215,6 +221,8 @@ class Session:
         if workers is None or isinstance(workers, LocalWorkers):
             spec = build_spec(plan)
             return self._add(kind, spec, name, plan.device, base, config, is_built=True)
+        if not hasattr(workers, "start") or not hasattr(workers, "site"):
+            raise ConfigError(f"{label}: workers={workers!r}", (), "workers=rs.RayWorkers(2), or rs.LocalWorkers()")
         plan.parallelize = workers.parallelize
         plan.seed = torch.initial_seed() % 2**63
         plan.audit = self._audit_target(name)
@@ -290,7 +298,7 @@ class Session:
         is_built: bool = False,
     ) -> M:
         label = f"{kind._kind} {name!r}"  # noqa: SLF001 (the class says how messages call it)
-        self._check_new(label, name, base)
+        self._check_new(label, name, base, config)
         check_spec(spec, config, label)
         spec.label, spec.pin = label, config.pin
         spec.verify = (config.verify or self._run.verify) == "checksum"
@@ -311,9 +319,13 @@ class Session:
         control.digests = spec.verify
         return self._admit(kind, control, where)
 
-    def _check_new(self, label: str, name: str, base: str) -> None:
+    def _check_new(self, label: str, name: object, base: str, config: object) -> None:
         self._check_open(f"attach {label}")
         check_choice("attach", "base", base, ("offloaded", "resident"))
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"attach: name={name!r} is not a name", (), 'attach(..., name="actor")')
+        if not isinstance(config, OffloadConfig):
+            raise ConfigError(f"{label}: offload={config!r} is no OffloadConfig", (), "offload=rs.OffloadConfig(...)")
         if any(participant.name == name for participant in self._participants):
             raise ConfigError(f"{label}: the name is taken in this session", (), f'attach(..., name="{name}2")')
 
@@ -420,9 +432,12 @@ class Session:
             n: The number of the training step.
 
         Raises:
+            ConfigError: It is not a number from 0 on.
             ClosedError: The session was closed.
         """
-        self._check_open(f"step({n})")
+        self._check_open(f"step({n!r})")
+        if type(n) is not int or n < 0:
+            raise ConfigError(f"session: step({n!r}): not the number of a step", (), "with session.step(0): ...")
         outer, self._run.step = self._run.step, n
         try:
             yield
@@ -443,6 +458,10 @@ class Session:
         """
         self._check_open(f"make_room({nbytes})")
         check_budget("make_room", "nbytes", nbytes)
+        for participant in self._participants:
+            participant._control.retry_pending(f"make_room({nbytes})")  # noqa: SLF001
+        for engine in list(self._run.engines):
+            engine.retry_pending(f"make_room({nbytes})")
         for each in [device] if device is not None else self._all_devices():
             self._run.arbiter.make_room(each, nbytes)
 
@@ -560,6 +579,8 @@ def attach(
         OptimizerError: The optimizer does not belong to the model.
         ConfigError: A configuration value is wrong or contradicts the model.
     """
+    if session is not None and not isinstance(session, Session):
+        raise ConfigError(f"attach: session={session!r} is no session", (), "attach(model, session=rs.Session())")
     if session is None:
         session = Session()
         session._is_implicit = True  # noqa: SLF001 (it ends with its only participant)

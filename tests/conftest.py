@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from rl_session.audit.check import assert_log_is_consistent
 
 # Before torch is imported; `make test` runs several processes. Set, it reaches the processes that tests start too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Timing never decides a test: machines are shared.
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -113,7 +113,7 @@ class Arbiter:
         return next(self._clock)
 
     def _measure(self, device: Device) -> int | None:
-        free = device.free_bytes()
+        free = device.free_bytes() if device.capacity is None else None  # a capacity may be set anew at any time
         return None if free is None else int((self.in_use(device) + free) * (1 - _MARGIN))
 
     def seats_on(self, device: Device) -> list[Seat]:
@@ -219,6 +219,11 @@ class Arbiter:
         self, device: Device, nbytes: int, budget: int, attempted: str, holdings: Sequence[Holding]
     ) -> DeviceMemoryError:
         facts = [f"needed: {nbytes} bytes; budget: {budget}, in use: {self.in_use(device)}"]
+        if nbytes > budget:
+            remedy = (
+                f"Session(device_budget={nbytes}) or more  # it is larger than the whole budget: nobody's leaving helps"
+            )
+            return DeviceMemoryError(f"{attempted}: no room on the device", tuple(facts), remedy)
         for seat in self._seats:
             parts = [h for h in holdings if h.participant == seat.label and h.nbytes]
             told = ", ".join(f"{h.component} {h.nbytes}{' (releasable)' if h.releasable else ''}" for h in parts)

@@ -323,7 +323,19 @@ class Control:
         assert self.lease is not None
         if self.lease.is_revoked and self.frames:
             raise self._revoked(what)
-        self.adopt(self.lease.take(what, timeout).state)
+        with self._noting_loss():
+            grant = self.lease.take(what, timeout)
+        self.adopt(grant.state)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """A block that asks the rank which grants the lease; where that is lost, the policy is faulted."""
+        try:
+            yield
+        except FaultedError as error:
+            self.ranks.note_lost(0, error.cause)
+            self._note_fault(error)
+            raise
 
     def _take_lease_by_force(self, what: str) -> None:
         """Get the lease from whoever has it, where the rank that grants it lives; else all will be built anew."""
@@ -353,7 +365,11 @@ class Control:
         if lease is None or lease.is_held or self.closed or self.frames:
             return
         with self.lock:
-            seen = lease.view()
+            try:
+                with self._noting_loss():
+                    seen = lease.view()
+            except FaultedError:
+                return
             if seen["is_free"]:
                 self.adopt(seen["state"])
             elif seen["mode"] is not None:
@@ -582,6 +598,21 @@ class Control:
                 self._pending_release = True
                 self.mode, self.row = outer_mode, row
             raise
+
+    def retry_pending(self, attempted: str) -> None:
+        """Make up for a release that failed, if nobody is at work on the policy.
+
+        Raises:
+            RLSessionError: It failed again; it stays pending.
+        """
+        if self.closed or self.fault is not None or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if not self.is_busy:
+                with self.changing():
+                    self._retry_release(attempted)
+        finally:
+            self.lock.release()
 
     def _retry_release(self, attempted: str) -> None:
         """The way out of an earlier scope failed: make up for it before anything else."""
@@ -825,7 +856,8 @@ class Control:
                     continue
                 self.check_mode(gate)
                 try:
-                    return self._read_once(method, *args, **kwargs)
+                    with self._noting_loss():
+                        return self._read_once(method, *args, **kwargs)
                 except StaleHandleError:
                     if is_last:
                         raise

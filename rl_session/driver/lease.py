@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rl_session.errors import OwnershipError, StaleHandleError, UnsupportedError
+from rl_session.errors import FaultedError, OwnershipError, StaleHandleError, UnsupportedError
 from rl_session.lifecycle import Mode
 from rl_session.workers.group import SharedGroup
 from rl_session.workers.lease import Grant, PolicyState
@@ -60,6 +60,10 @@ class LeaseClient:
         reply: Reply = self._group.call_on([0], method, *args, **kwargs)[0]
         if isinstance(reply, Failed):
             raise reply.error
+        if isinstance(reply, Lost) and self.handle == 0:
+            raise FaultedError(
+                f"{method}(): the first rank, which grants the lease, is lost", (), "policy.recover()", reply.cause
+            )
         if isinstance(reply, Lost):
             raise OwnershipError(
                 f"{method}(): the first rank, which grants the lease, is lost",
@@ -116,7 +120,7 @@ class LeaseClient:
         if self.is_held and self.is_shared:
             try:
                 taken = int(self._first("view")["epoch"]) != self.epoch
-            except OwnershipError:  # lost: what comes next says so
+            except (OwnershipError, FaultedError):  # lost: what comes next says so
                 taken = False
             self.is_held, self.is_revoked = not taken, taken
         return self.is_revoked

@@ -183,6 +183,10 @@ class Ranks:
             raise self._call_error(method, replies)
         return [cast("Ok", reply).value for reply in replies]
 
+    def note_lost(self, rank: int, cause: str) -> None:
+        """A rank is known to be gone."""
+        self._note_lost([(rank, Lost(cause))])
+
     def _note_lost(self, replies: Any) -> None:
         """Write down who died, once."""
         for rank, reply in replies:

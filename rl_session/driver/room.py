@@ -98,9 +98,9 @@ class PolicySeat:
         if unknown:
             listed = ", ".join(sorted(known))
             raise ConfigError(
-                f"{self.label}: pin({unknown[0]!r}): there is no such component",
+                f"{self.label}: {'pin' if on else 'unpin'}({unknown[0]!r}): there is no such component",
                 (f"components: {listed}",),
-                'policy.pin("params")',
+                f'policy.{"pin" if on else "unpin"}("params")',
             )
         names = frozenset(str(name) for name in components)
         with control.lock:
@@ -110,7 +110,9 @@ class PolicySeat:
     def where(self) -> str:
         """In words: the scope it is in, or where it rests."""
         frames = self._control.frames
-        return f"in {frames[-1].describe()}" if frames else f"rests {self._control.resting_mode}"
+        told = f"in {frames[-1].describe()}" if frames else f"rests {self._control.resting_mode}"
+        pinned = ", ".join(sorted(self._control.flags.pinned))
+        return f"{told}; pinned: {pinned}" if pinned else told
 
     def occupant(self) -> str:
         """The open scope that works on the device, in words; "" where there is none.

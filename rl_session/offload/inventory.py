@@ -24,7 +24,7 @@ from rl_session.lifecycle import Component
 from rl_session.offload.shards import Shards
 from rl_session.offload.tensors import check_supported, library_access, plain_tensors, storage_of
 
-__all__ = ["Entry", "Found", "Sources", "reachable_tensors", "scan"]
+__all__ = ["Entry", "Found", "Sources", "has_tensors", "reachable_tensors", "scan"]
 
 _MAX_DEPTH = 16
 
@@ -116,6 +116,13 @@ class Inventory:
             for entry in found.entries:
                 if entry.component == component:
                     yield entry
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether an extra holds anything that can be moved."""
+    if isinstance(value, nn.Module):
+        return any(True for _ in (*value.parameters(), *value.buffers()))
+    return any(True for _ in reachable_tensors(value, ""))
 
 
 def reachable_tensors(

@@ -150,4 +150,13 @@ def _wanted_by(factory: Callable[..., Any], model: nn.Module) -> Any:
         first = next(iter(inspect.signature(factory).parameters), "")
     except (TypeError, ValueError):  # a builtin says nothing of its arguments
         first = ""
-    return model if first in ("model", "module") else model.parameters()
+    return model if first in ("model", "module") else _Parameters(model)
+
+
+class _Parameters(list[nn.Parameter]):
+    """The parameters of a model, as an optimizer takes them; it answers for them as the model does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters())
+        self.parameters = model.parameters
+        self.named_parameters = model.named_parameters

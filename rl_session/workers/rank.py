@@ -13,6 +13,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from rl_session.errors import FaultedError, RLSessionError
 from rl_session.lifecycle import Placement
 from rl_session.offload.device import Device, EmulatedDevice, as_device
 from rl_session.offload.host_pool import HostPool
+from rl_session.workers import shares
 from rl_session.workers.checks import check_spec, device_of
 from rl_session.workers.faults import emulate
 from rl_session.workers.lease import Lease
@@ -54,12 +56,18 @@ ASIDE = frozenset({"acquire", "release", "connect", "view"})
 """Questions about the lease, which are answered also while the rank computes."""
 
 _OPEN_TO_ALL = ASIDE | frozenset(
-    {"describe", "nothing", "emulated", "close", "records"}
+    {"describe", "nothing", "emulated", "close", "records", "export_state"}
     | {"placement", "sizes", "memory", "component_names", "has_open_step"}
 )
-"""What any handle may ask at any time."""
+"""What any handle may ask at any time; ``export_state`` when the rank that grants the lease is gone with it."""
 
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
+
+_TRAINS = frozenset({"train", "forward_backward"})
+_ON_ROWS = _TRAINS | {
+    *("get_logprobs", "get_reference_policy_logprobs", "get_topk_logits", "score", "get_values", "generate"),
+}
+"""Calls on the rows of a batch, its first argument, of which each rank of a spread model has its own."""
 
 _CHANGES_NOTHING = ASIDE | {"transition", "nothing", "describe", "records"}
 """After these the last look at the model still holds."""
@@ -235,12 +243,32 @@ class RankServer:
             if method not in _CHANGES_NOTHING and self._worker is not None:
                 self._worker.touched()
             serve = self._own.get(method) or getattr(self._of_worker(), method)
+            if method in _ON_ROWS and self._of_worker().ranks.count > 1:
+                serve = partial(self._on_own_rows, method)
             value = serve(*args, **kwargs)
             if isinstance(value, CallResult):
                 value.device_bytes = self._of_worker().engine.device.held_bytes
             return Ok(value)
         except Exception as error:
             return self._failed(error)
+
+    def _on_own_rows(self, method: str, batch: Any, *args: Any, **kwargs: Any) -> CallResult:
+        """A call on this rank's share of the batch that every rank was sent; the result is that of the whole batch.
+
+        The driver may split the batch itself: a :class:`~rl_session.workers.shares.Share` is taken as it is.
+        """
+        worker = self._of_worker()
+        call = getattr(worker, method)
+        if isinstance(batch, shares.Share):
+            result: CallResult = call(batch, *args, **kwargs)
+            return result
+        gbs, mbs = args[1:3] if method == "train" else (None, None)
+        parts = shares.split(batch, self.num_ranks, worker.forward.named(f"{method}()"), gbs=gbs, mbs=mbs)
+        result = call(parts[self.rank], *args, **kwargs)
+        if method not in _TRAINS:  # there every rank has the numbers of all
+            fill = {"output_ids": args[0].pad_id} if method == "generate" else None
+            result.value = shares.join(worker.ranks.gather_objects(result.value), parts, fill=fill)
+        return result
 
     def serve_packed(self, packed: bytes) -> bytes:
         """As :meth:`serve`, in one string of bytes each way: ten times cheaper to send than objects are.

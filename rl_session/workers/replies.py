@@ -139,9 +139,9 @@ class Room:
     """What a transition would take on one rank, found without moving anything.
 
     Attributes:
-        onload: Bytes that it brings to the device.
+        onload: Bytes that it brings to the device, and gradients that training is sure to make.
         freed: Bytes that it gives back before.
-        reserve: Bytes that the mode will make beyond that: gradients, and the first optimizer state.
+        reserve: Bytes that the mode will make beyond that, as far as can be told: the first optimizer state.
     """
 
     onload: int

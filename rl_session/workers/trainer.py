@@ -332,19 +332,20 @@ class Trainer:
             self.end_step()
         return CallResult(None, tuple(changed))
 
-    def expected_bytes(self) -> int:
+    def expected_bytes(self) -> tuple[int, int]:
         """Device memory that the next training step will make: gradients that are not there yet, and a first state.
 
-        Before the first step the state is taken to be twice the trainable parameters, as Adam's is; afterwards it exists.
+        The first number is exact. The second is an estimate: before the first step the state is taken to be twice the
+        trainable parameters, as Adam's is; afterwards it exists.
         """
-        if self.spec.optimizer is None:
-            return 0
-        if self.engine.shards.is_placed_by_fsdp:
-            return 0  # gradients and state are made on the host
+        if (
+            self.spec.optimizer is None or self.engine.shards.is_placed_by_fsdp
+        ):  # FSDP's own offload makes them on the host
+            return 0, 0
         trainable = [p for group in self.spec.optimizer.param_groups for p in group["params"] if p.requires_grad]
         nbytes: int = sum(local_nbytes(p) for p in trainable)
         missing: int = sum(local_nbytes(p) for p in trainable if p.grad is None)
-        return missing + (0 if self.spec.optimizer.state else 2 * nbytes)
+        return missing, 0 if self.spec.optimizer.state else 2 * nbytes
 
     def step_begins(self) -> None:
         """An optimizer step begins; inside another one (``super().step()``) it is part of that."""

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from rl_session.errors import FaultedError, OpenStepError, TransitionError, UnsupportedError
+from rl_session.errors import ConfigError, FaultedError, OpenStepError, TransitionError, UnsupportedError
 from rl_session.lifecycle import (
     MODE_TABLE,
     Cell,
@@ -32,7 +32,7 @@ from rl_session.offload.device import Device
 from rl_session.offload.engine import Engine, MoveReport, Notice, Snapshot
 from rl_session.offload.guard import Explain, Guard
 from rl_session.offload.host_pool import HostPool
-from rl_session.offload.inventory import Sources
+from rl_session.offload.inventory import Sources, has_tensors
 from rl_session.offload.watch import Stance
 from rl_session.workers import compute
 from rl_session.workers.batch import Batch, check_batch, num_micro_batches, positive, size, to_device
@@ -331,8 +331,10 @@ class Worker:
 
     def _room(self, snapshot: Snapshot, target: Placement, request: TransitionRequest) -> Room:
         todo = self.engine.plan(snapshot, target)
-        reserve = self._trainer.expected_bytes() if request.mode is Mode.TRAINING else 0
-        return Room(onload=todo.nbytes_onload, freed=todo.nbytes_freed, reserve=reserve)
+        made, reserve = self._trainer.expected_bytes() if request.mode is Mode.TRAINING else (0, 0)
+        if request.stored is not None:  # on the way out nothing may be refused for what is not there yet
+            made, reserve = 0, reserve + made
+        return Room(onload=todo.nbytes_onload + made, freed=todo.nbytes_freed, reserve=reserve)
 
     def holdings(self, modes: Sequence[Mode], flags: Flags) -> list[Held]:
         """What is on the device, and what of it an eager release would have sent away on the way through ``modes``."""
@@ -344,6 +346,7 @@ class Worker:
         held = []
         for component, (nbytes, dirty) in self.engine.on_device(snapshot).items():
             leaves = wanted[component] is not Tier.DEVICE and snapshot.placement[component] is Tier.DEVICE
+            leaves = leaves and flags.release != "never"
             disposable = component == Component.GRADS and not facts.live_gradients
             held.append(Held(component, nbytes, 0 if disposable else dirty, leaves, disposable))
         return held
@@ -381,6 +384,7 @@ class Worker:
         return {
             "components": nbytes,
             "clean": self.engine.clean_bytes(snapshot),
+            "dirty": {name: dirty for name, (_, dirty) in self.engine.on_device(snapshot).items() if dirty},
             "uncovered": dict(snapshot.inventory.uncovered.values()),
             "device_bytes": self.engine.device.resident_bytes,
             "device_free": self.engine.device.free_bytes(),
@@ -625,7 +629,18 @@ class Worker:
         self.engine.move(snapshot, Placement(dict.fromkeys(self.component_names(), Tier.HOST)))
 
     def register_extra(self, name: str, value: Any) -> CallResult:
-        """Add something tensors can be found in as a component of its own."""
+        """Add something tensors can be found in as a component of its own.
+
+        Raises:
+            ConfigError: No tensor is found in it.
+        """
+        if not has_tensors(value):
+            label, facts = self.engine.explain()
+            raise ConfigError(
+                f"{label}: register({name!r}): no tensor is found in {type(value).__name__}",
+                facts,
+                f"policy.register({name!r}, module)  # or a list, dictionary or object that holds tensors",
+            )
         with self._trainer.accounted() as changed:
             self.sources.extras[name] = value
         return CallResult(None, tuple(changed))

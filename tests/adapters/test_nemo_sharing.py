@@ -490,3 +490,14 @@ def test_a_megatron_engine_serves_the_training_weights(session: rs.Session, rele
         with scopes(run.policy).logprob_mode():
             assert run.generation.state == ASLEEP
             run.policy.get_logprobs()
+
+
+def test_what_is_asked_to_be_kept_is_kept_also_where_nothing_is_known() -> None:
+    policy = LegacyTQPolicy("megatron")
+    share(policy, only_colocated=True)
+    policy.prepare_for_training()
+    scopes(policy).forget()
+    policy.begin_train_step()
+    with scopes(policy).logprob_mode(keep_train_buffers=True):
+        policy.get_logprobs()
+    assert policy.state["grads"] != "freed"

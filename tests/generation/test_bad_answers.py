@@ -37,7 +37,9 @@ class Telling(FakeEngine):
         return self.told
 
 
-@pytest.mark.parametrize("said", [[], None, "x", -1, 1.5, True, raising], ids=repr)
+@pytest.mark.parametrize(
+    "said", [[], None, "x", -1, 1.5, True, raising], ids=lambda said: getattr(said, "__name__", repr(said))
+)
 @pytest.mark.parametrize("on_busy", ["drain", "refuse"])
 def test_an_engine_is_not_put_to_sleep_while_its_requests_cannot_be_counted(
     on_busy: Any, said: Any, make: Make

@@ -169,6 +169,51 @@ def test_helpers_of_other_files_of_the_run_are_looked_up(imported: str, in_run: 
     assert "prepare_for_lp_inference" not in text
 
 
+def test_a_file_that_relies_on_what_another_of_the_run_prepared_gets_scopes_too(tmp_path: Path) -> None:
+    validate = (
+        "def validate(policy, b):\n    policy.prepare_for_training()\n"
+        "    return policy.train(b, None, eval_mode=True)\n"
+    )
+    train = (
+        "from .validation import validate\n\n\ndef train(policy, batches):\n    for b in batches:\n"
+        "        validate(policy, b)\n        policy.get_logprobs(b)\n        policy.train_from_meta(b)\n"
+    )
+    made = make(tmp_path, pack__validation=validate, pack__train=train)
+    alone = migrate_files([made["pack__train"]])[0].result
+    assert alone is not None
+    assert not alone.changed  # who prepares is not in sight, and may be nobody
+    together = migrate_files(list(made.values()))
+    assert all(result.result is not None and result.result.changed for result in together)
+    text = together[1].result.after.decode()  # type: ignore[union-attr]
+    assert "        with scopes(policy).training_mode():\n            policy.train_from_meta(b)\n" in text
+    assert "forget" not in text  # what the other file does is in sight
+    for result in together:
+        assert result.result is not None
+        result.path.write_bytes(result.result.after)
+    assert not any(result.result is None or result.result.changed for result in migrate_files(list(made.values())))
+
+
+@pytest.mark.parametrize(
+    ("helper", "is_safe"),
+    [
+        ("policy.prepare_for_lp_inference()\n    return policy.score(b)", True),
+        ("policy.prepare_for_lp_inference()\n    return submit(policy.score, b)", False),
+        ("policy.offload_to_cpu()\n    return elsewhere(policy)", False),
+        ("return policy.score(b)", False),  # nothing says that this `policy` is one of ours
+        ("return print(b)", False),
+    ],
+)
+def test_what_is_handed_to_a_function_of_the_run_is_followed_there(helper: str, is_safe: bool, tmp_path: Path) -> None:
+    loop = (
+        "from .helpers import judge\n\n\ndef train(policy, b):\n    policy.prepare_for_lp_inference()\n"
+        "    policy.get_logprobs(b)\n    return judge(policy, b)\n"
+    )
+    made = make(tmp_path, pack__loop=loop, pack__helpers=f"def judge(policy, b):\n    {helper}\n")
+    result = migrate_files(list(made.values()))[0].result
+    assert result is not None
+    assert ("prepare_for_lp_inference" not in result.after.decode()) == is_safe
+
+
 def test_files_that_import_each_other_end(tmp_path: Path) -> None:
     made = make(
         tmp_path,

@@ -216,7 +216,8 @@ programs = st.lists(st.recursive(st.sampled_from(LEAVES), blocks, max_leaves=12)
 HEAD = "import nemo_rl\n\ndef helper(policy, b):\n    policy.prepare_for_lp_inference()\n    return policy.get_logprobs(b)\n\n"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(programs, st.sampled_from(["def", "async def"]))
 def test_whatever_comes_in_what_comes_out_compiles_and_is_a_fixed_point(body: str, how: str) -> None:
     if how == "async def" and "return x" in body and "yield x" in body:

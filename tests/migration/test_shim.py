@@ -706,4 +706,4 @@ def test_help_gives_the_contract_of_every_method_and_where_to_read_on(kind: type
     for name in lifecycle:
         told = inspect.getdoc(getattr(kind, name)) or ""
         assert "Contract:" in told or "As :meth:" in told or "True." in told or "another name" in told, name
-        assert "migration/README.md" in told or "True." in told, name
+        assert "docs/legacy-api.md" in told or "True." in told, name

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from rank_worker import RankWorker, batch, made
+from spawned import run
 from torch import nn
 
 from rl_session.errors import OffloadedAccessError

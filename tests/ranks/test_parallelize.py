@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from rank_worker import LM, made, made_model
+from spawned import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy

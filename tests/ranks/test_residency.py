@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from rank_worker import MIXED, RankWorker, batch, cycle, loss_fn, made, made_model, shard_of, whole
+from spawned import run
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 

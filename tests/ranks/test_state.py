@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run
 from rank_worker import LM, RankWorker, batch, cycle, made, made_model
+from spawned import run
 from torch import Tensor, nn
 
 from rl_session.errors import CheckpointError, CheckpointWriteError, OpenStepError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
 from rank_worker import RankWorker, batch, loss_fn, made, made_model, shard_of
+from spawned import run
 from torch import Tensor, nn
 
 from rl_session.errors import (

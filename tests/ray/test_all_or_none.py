@@ -396,7 +396,7 @@ def test_no_room_in_the_budget_moves_nothing_and_names_who_holds_it(make: MakeRi
 def test_ranks_that_need_different_room_move_together_in_the_end(make: MakeRig) -> None:
     records: list[dict[str, Any]] = []
     session = rs.Session(release="lazy", verify="checksum", audit_processors=[to_callable(records.append)])
-    rig = make(FakeWorkers(2), session=session)
+    rig = make(FakeWorkers(2), session=session, warm=False)  # a first optimizer state is expected, and may not refuse
     rig.policy.offload()
     with rig.policy.logprob_mode():  # lazy: the weights stay on the device
         pass
@@ -410,7 +410,7 @@ def test_ranks_that_need_different_room_move_together_in_the_end(make: MakeRig) 
     rig.fake.calls.clear()
     with rig.policy.training_mode():
         assert [method for method, _ in rig.fake.calls][:2] == ["transition", "undo"]
-        assert rig.seen() == [DEVICE] * 2
+        assert [seen["params"] for seen in rig.seen()] == ["device"] * 2
         copied = sum(rig.counters("bytes_in")) + sum(rig.counters("bytes_out")) - copied
         assert [r["bytes_moved"] for r in records if r["event"] == "transition.committed"][-1] == copied
 

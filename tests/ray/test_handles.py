@@ -243,3 +243,22 @@ def test_numbers_of_scopes_and_transitions_are_those_of_one_handle(rig: Rig) -> 
     started: list[Any] = rig.records("transition.started")
     numbers = [record.transition_id for record in started]
     assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize("method", ["acquire", "view"])
+def test_the_loss_of_the_rank_that_grants_faults_a_shared_policy(rig: Rig, method: str) -> None:
+    other = other_handle(rig.policy)
+    with other.logprob_mode():
+        pass
+    expected = rig.policy.state_dict()
+    rig.fake.script(0, method, "lost")
+    if method == "view":
+        assert rig.policy.health == "faulted"
+    with pytest.raises(rs.FaultedError), rig.policy.training_mode():
+        pass
+    assert [record.event.rank for record in rig.records("worker.lost")] == [0]
+    rig.policy.recover()
+    assert (rig.policy.health, rig.policy.mode) == ("ok", "offloaded")
+    assert all(torch.equal(value, expected[name]) for name, value in rig.policy.state_dict().items())
+    with rig.policy.training_mode():
+        rig.train()

@@ -189,10 +189,10 @@ class World:
         self.use(who)
         coming = [part for name, part in who.parts.items() if name == "params" or mode == TRAINING]
         params = who.parts["params"].nbytes
-        reserve = 0
+        made = reserve = 0
         if mode == TRAINING and who.trains:
-            reserve = (0 if who.grads else params) + (0 if "optimizer" in who.parts else 2 * params)
-        self.make_room(sum(p.nbytes for p in coming if not p.on_device), reserve, who, mode)
+            made, reserve = 0 if who.grads else params, 0 if "optimizer" in who.parts else 2 * params
+        self.make_room(sum(p.nbytes for p in coming if not p.on_device) + made, reserve, who, mode)
         for part in coming:
             self._bring(part)
         who.scopes.append(mode)

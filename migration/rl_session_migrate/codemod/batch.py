@@ -5,6 +5,7 @@ A file that cannot be read or parsed is a result, never the end of the run.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.rewrite import Rewritten, could_matter, rewrite
+from rl_session_migrate.codemod.rewrite import Rewritten, could_matter, moving_functions, rewrite
 from rl_session_migrate.receivers import Names
 
 __all__ = ["FileResult", "FileStatus", "migrate_file", "migrate_files"]
@@ -59,14 +60,18 @@ def migrate_file(path: Path, *, known: Sequence[Path] = (), names: Names | None 
         known: The files of the run, among which imported helpers are looked up.
         names: Extra names of tenants.
     """
-    lookup = _Lookup(known, names)
+    return _migrate(path, _Files(known, names))
+
+
+def _migrate(path: Path, files: _Files) -> FileResult:
+    lookup, names = _Lookup(path, files), files.names
     try:
         data = path.read_bytes()
     except OSError as error:
         return FileResult(path=path, status=FileStatus.FAILED, error=f"cannot be read: {error.strerror or error}")
     num_lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
     try:
-        result = rewrite(data, str(path), names=names, resolve=lambda name: lookup.carries(path, name))
+        result = rewrite(data, str(path), names=names, elsewhere=lookup)
     except SyntaxError as error:
         where = f"line {error.lineno}, column {error.offset}: " if error.lineno is not None else ""
         why = f"{where}no Python: {error.msg}"
@@ -85,41 +90,70 @@ def migrate_file(path: Path, *, known: Sequence[Path] = (), names: Names | None 
     return FileResult(path=path, status=status, result=result, num_lines=num_lines)
 
 
-class _Lookup:
-    """Finds functions of other files of the run by the names they are imported under."""
+class _Files:
+    """The files of a run, and what is known of their functions. Each is read once a process."""
 
     def __init__(self, known: Sequence[Path], names: Names | None) -> None:
-        self._known = {path.resolve() for path in known}
-        self._names = names
-        self._carriers: dict[Path, frozenset[str]] = {}
+        self.known = {path.resolve() for path in known}
+        self.names = names
+        self._found: dict[Path, Rewritten | None] = {}
+        self._movers: dict[Path, frozenset[str]] = {}
 
-    def carries(self, importer: Path, name: str) -> bool:
+    def migrated(self, path: Path) -> Rewritten | None:
+        """A file after the codemod; None while it is at work on it (files may import each other), or where it cannot be."""
+        if path not in self._found:
+            self._found[path] = None
+            with contextlib.suppress(Exception):
+                self._found[path] = rewrite(
+                    path.read_bytes(), str(path), names=self.names, elsewhere=_Lookup(path, self)
+                )
+        return self._found[path]
+
+    def movers(self, path: Path) -> frozenset[str]:
+        """Functions of a file that move a policy or value."""
+        if path not in self._movers:
+            self._movers[path] = frozenset()
+            with contextlib.suppress(Exception):
+                self._movers[path] = moving_functions(path.read_bytes(), str(path), self.names)
+        return self._movers[path]
+
+
+class _Lookup:
+    """Finds functions of the run by the names that one file imports them under."""
+
+    def __init__(self, importer: Path, files: _Files) -> None:
+        self._importer = importer.resolve()
+        self._files = files
+
+    def carries(self, name: str) -> bool:
         """Whether an imported function pushes weights through refit blocks only."""
         module, _, function = name.rpartition(".")
-        return any(function in self._carriers_of(path) for path in self._files(importer.resolve(), module))
+        found = [self._files.migrated(path) for path in self._paths(module)]
+        return any(result is not None and function in result.carriers for result in found)
 
-    def _files(self, importer: Path, module: str) -> Iterator[Path]:
+    def is_safe(self, name: str) -> bool:
+        """Whether an imported function does everything in scopes."""
+        module, _, function = name.rpartition(".")
+        found = [self._files.migrated(path) for path in self._paths(module)]
+        return bool(found) and all(result is not None and function in result.safe for result in found)
+
+    def moves(self, name: str) -> bool:
+        """Whether an imported function moves a policy or value."""
+        module, _, function = name.rpartition(".")
+        return any(function in self._files.movers(path) for path in self._paths(module))
+
+    def _paths(self, module: str) -> Iterator[Path]:
         stripped = module.lstrip(".")
+        if not module:
+            return
         tail = Path(*stripped.split(".")) if stripped else Path()
         num_dots = len(module) - len(stripped)
         if num_dots:
-            base = importer.parents[num_dots - 1] / tail
-            candidates = {base.with_suffix(".py"), base / "__init__.py"}
-            yield from sorted(candidates & self._known)
+            base = self._importer.parents[num_dots - 1] / tail
+            yield from sorted({base.with_suffix(".py"), base / "__init__.py"} & self._files.known)
             return
         ends = (f"/{tail.as_posix()}.py", f"/{tail.as_posix()}/__init__.py")
-        yield from sorted(path for path in self._known if path.as_posix().endswith(ends))
-
-    def _carriers_of(self, path: Path) -> frozenset[str]:
-        if path not in self._carriers:
-            self._carriers[path] = frozenset()  # two files that import each other: cautious
-            try:
-                data = path.read_bytes()
-                found = rewrite(data, str(path), names=self._names, resolve=lambda name: self.carries(path, name))
-            except Exception:
-                return frozenset()
-            self._carriers[path] = found.carriers
-        return self._carriers[path]
+        yield from sorted(path for path in self._files.known if path.as_posix().endswith(ends))
 
 
 def migrate_files(
@@ -149,14 +183,15 @@ def migrate_files(
         results[result.path] = result
         on_done(result)
 
+    files = _Files(paths, names)
     if num_jobs == 1 or is_small:
         for path in paths:
-            done(migrate_file(path, known=paths, names=names))
+            done(_migrate(path, files))
     else:
         heavy = sorted((path for path in paths if sizes[path]), key=lambda path: -sizes[path])
         for path in paths:
             if not sizes[path]:
-                done(migrate_file(path, known=paths, names=names))
+                done(_migrate(path, files))
         _in_parallel(heavy, paths, names, num_jobs, done)
     return [results[path] for path in paths]
 
@@ -179,11 +214,9 @@ def _in_parallel(
 ) -> None:
     # Fresh processes: a fork would copy whatever threads a progress display has.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_jobs, mp_context=context)
+    pool = ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_begin, initargs=(tuple(known), names))
     try:
-        futures: dict[Future[FileResult], Path] = {
-            pool.submit(migrate_file, path, known=tuple(known), names=names): path for path in heavy
-        }
+        futures: dict[Future[FileResult], Path] = {pool.submit(_migrate_here, path): path for path in heavy}
         for future in as_completed(futures):
             try:
                 done(future.result())
@@ -191,3 +224,17 @@ def _in_parallel(
                 done(FileResult(path=futures[future], status=FileStatus.FAILED, error=f"its process died: {error}"))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+_shared: _Files | None = None
+"""What a process of the pool knows of the run's files, kept from one file to the next."""
+
+
+def _begin(known: Sequence[Path], names: Names | None) -> None:
+    global _shared  # noqa: PLW0603 (a process of a pool has nothing else that outlives a task)
+    _shared = _Files(known, names)
+
+
+def _migrate_here(path: Path) -> FileResult:
+    assert _shared is not None
+    return _migrate(path, _shared)

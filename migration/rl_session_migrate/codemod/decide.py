@@ -9,13 +9,14 @@ from __future__ import annotations
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Statement
+from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
 from rl_session_migrate.codemod.engines import AwakeRun, awake_runs, why_not_a_call
 from rl_session_migrate.codemod.facts import Facts, is_registrable
 from rl_session_migrate.codemod.paths import Walker
 from rl_session_migrate.codemod.plan import CALLBACK, COROUTINES, SHAPES, Found, Plan
 from rl_session_migrate.codemod.prepares import decide_prepares, is_guarded
 from rl_session_migrate.codemod.program import Doing, Event, Program
-from rl_session_migrate.codemod.refits import Carrier, Push, find_pushes, helper_run, is_covered, tags_of
+from rl_session_migrate.codemod.refits import Push, find_pushes, helper_run, is_covered, tags_of
 from rl_session_migrate.codemod.release import Releases
 from rl_session_migrate.codemod.scoping import Run, is_pure
 from rl_session_migrate.codemod.uses import Uses
@@ -29,16 +30,16 @@ __all__ = ["decide"]
 _ROOM = "the scope that comes next makes room"
 
 
-def decide(program: Program, carries: Carrier) -> Plan:
+def decide(program: Program, elsewhere: Elsewhere = NOWHERE) -> Plan:
     """The plan of one pass over a module.
 
     Args:
         program: The module.
-        carries: Whether a helper of another module pushes weights through a refit block by itself.
+        elsewhere: What is known of functions of other modules.
     """
-    facts, plan = Facts(program), Plan()
+    facts, plan = Facts(program, elsewhere), Plan()
     if facts.has_work:
-        _Pushes(facts, plan, carries).decide()
+        _Pushes(facts, plan, elsewhere).decide()
         uses = Uses(facts, plan)
         decide_prepares(facts, plan, uses)
         awake = _decide_engines(facts, plan)
@@ -53,11 +54,11 @@ def decide(program: Program, carries: Carrier) -> Plan:
 class _Pushes:
     """Pushes written out, and calls of helpers that push."""
 
-    def __init__(self, facts: Facts, plan: Plan, carries: Carrier) -> None:
+    def __init__(self, facts: Facts, plan: Plan, elsewhere: Elsewhere) -> None:
         self._facts = facts
         self._program = facts.program
         self._plan = plan
-        self._elsewhere = carries
+        self._elsewhere = elsewhere
 
     def decide(self) -> None:
         """Settle them."""
@@ -110,7 +111,7 @@ class _Pushes:
         """Whether the function that is called pushes through refit blocks only, once this pass is done."""
         target = self._program.module.outline.callable_named(helper.helper.name, caller=caller)
         if target is None:
-            return self._elsewhere(helper)
+            return self._elsewhere.carries(self._program.module.outline.imports.get(helper.helper.name, ""))
         mine = self._program.module.sites_in(target)
         legacy = [site for site in mine if site.rule.is_lifecycle and site.rule.api is Api.LEGACY]
         has_block = any(site.rule.kind is Kind.REFIT and site.rule.api is Api.SCOPED for site in mine)

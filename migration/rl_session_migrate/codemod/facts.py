@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import libcst as cst
+
 from rl_session_migrate.codemod.blocks import Block, blocks_of
+from rl_session_migrate.codemod.elsewhere import Elsewhere
 from rl_session_migrate.codemod.engines import place_in
 from rl_session_migrate.codemod.plan import CALLBACK, COROUTINES, OPEN_STEP, SHAPES
-from rl_session_migrate.codemod.program import Program
+from rl_session_migrate.codemod.program import Doing, Event, Program
+from rl_session_migrate.codemod.refits import is_covered
 from rl_session_migrate.codemod.scoping import covers
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
@@ -18,14 +22,20 @@ from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Shape, Site
 from rl_session_migrate.tree import dotted
 
-__all__ = ["Facts", "is_registrable"]
+__all__ = ["Facts", "is_registrable", "safe_functions"]
 
 
 class Facts:
-    """Facts of one module."""
+    """Facts of one module.
 
-    def __init__(self, program: Program) -> None:
+    Args:
+        program: The module.
+        elsewhere: What is known of functions of other modules.
+    """
+
+    def __init__(self, program: Program, elsewhere: Elsewhere) -> None:
         self.program = program
+        self._elsewhere = elsewhere
         self.bodies: dict[int, Block] = {}
         for function in program.functions:
             body = blocks_of(program, function)
@@ -59,7 +69,21 @@ class Facts:
             site.rule.api is Api.LEGACY and (site.rule.is_lifecycle or site.rule.kind is Kind.REFIT)
             for site in self.sites
         )
-        return legacy or bool(self.program.module.helpers)
+        return legacy or bool(self.program.module.helpers) or self._hands_to_a_mover
+
+    @property
+    def _hands_to_a_mover(self) -> bool:
+        """Whether a function of another migrated module is handed a tenant and moves it: what that leaves is relied on here."""
+        return any(
+            self._elsewhere.moves(imported_name(self.program, event))
+            for function in self.program.functions
+            for event in self.program.all_events(function)
+            if event.doing is Doing.HANDED and any(r.tenant is not Tenant.ENGINE for r in event.receivers())
+        )
+
+    def is_in_sight(self, event: Event) -> bool:
+        """Whether a tenant is handed to a function of another module that computes in scopes only, and moves it so."""
+        return self._elsewhere.is_safe(imported_name(self.program, event))
 
     def block_of(self, site: Site) -> Block | None:
         """The block whose statement holds a site."""
@@ -92,6 +116,53 @@ class Facts:
         if not why and (not site.is_statement or site.is_conditional):
             why = "its statement does more than call it"
         return why
+
+
+def imported_name(program: Program, event: Event) -> str:
+    """The dotted name of the imported function that an event calls; "" for anything else."""
+    path = dotted(event.node.func) if isinstance(event.node, cst.Call) else None
+    first, _, rest = (path or "").partition(".")
+    full = program.module.outline.imports.get(first, "")
+    return full + (f".{rest}" if rest and full else "")
+
+
+def safe_functions(facts: Facts) -> frozenset[str]:
+    """Functions that a tenant can be handed to: everything they do with a policy or value stands in scopes.
+
+    To be asked of a module in which nothing is left to rewrite.
+    """
+    program = facts.program
+    bad: set[int] = set()
+    for function in program.functions:
+        if any(_is_bare(facts, event) for event in program.all_events(function)):
+            bad |= {id(outer) for outer in function.chain() if not outer.is_module}
+    while True:
+        callers = {
+            id(function)
+            for function in program.functions
+            for event in program.all_events(function)
+            if event.callee is not None and id(event.callee) in bad
+        }
+        if callers <= bad:
+            break
+        bad |= callers
+    return frozenset(f.name for f in program.module.outline.functions.values() if f.name and id(f) not in bad)
+
+
+def _is_bare(facts: Facts, event: Event) -> bool:
+    if not any(receiver.tenant is not Tenant.ENGINE for receiver in event.receivers()):
+        return False
+    site = event.site
+    match event.doing:
+        case Doing.USE:
+            return site is not None and site.method != "prepare_refit_info" and not facts.is_covered(site)
+        case Doing.LIFECYCLE:
+            return site is not None and site.rule.api is Api.LEGACY
+        case Doing.HANDED:
+            return not facts.is_in_sight(event)
+        case Doing.REFIT:
+            return not is_covered(facts.program, event)
+    return False
 
 
 def identity_of(site: Site) -> Identity:

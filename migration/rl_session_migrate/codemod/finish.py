@@ -12,6 +12,7 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.edits import comment_line, line_of
+from rl_session_migrate.codemod.facts import Facts
 from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.program import Doing, Program
 from rl_session_migrate.codemod.scoping import is_pure
@@ -52,21 +53,21 @@ class _Strokes:
     instead: dict[cst.CSTNode, str] = attrs.field(factory=dict)
 
 
-def finish(program: Program, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode], spelling: Spelling) -> cst.Module:
+def finish(facts: Facts, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode], spelling: Spelling) -> cst.Module:
     """The module with its last strokes.
 
     Args:
-        program: The module; nothing is left to rewrite in it.
+        facts: The module; nothing is left to rewrite in it.
         plan: What stays in it, and why.
         parents: The parent of each node.
         spelling: How it spells our names.
     """
-    strokes = _Strokes()
+    program, strokes = facts.program, _Strokes()
     for site, why in plan.left.items():
         statement = _statement_of(site.node, parents)
         if statement is not None:
             _explain(strokes, statement, why)
-    for receiver, node in (*_moved_by_hand(program, plan), *_handed_on(program)):
+    for receiver, node in (*_moved_by_hand(program, plan), *_handed_on(facts)):
         _forget(strokes, receiver, _statement_of(node, parents), parents, spelling)
     for function in program.functions:
         _share(strokes, program, function, spelling)
@@ -119,15 +120,18 @@ def _moved_by_hand(program: Program, plan: Plan) -> Iterator[tuple[Receiver, cst
             yield site.receiver, site.node
 
 
-def _handed_on(program: Program) -> Iterator[tuple[Receiver, cst.CSTNode]]:
+def _handed_on(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
     """Policies and values that scopes know and a function gets that is not in sight: it may move them.
 
     An engine is handed to every rollout, which uses it as it finds it.
     """
+    program = facts.program
     for function in program.functions:
         known = {str(tenant) for tenant in _tenants(program, function)}
         for event in program.all_events(function):
-            for receiver in event.handed.values() if event.doing is Doing.HANDED else ():
+            for receiver in (
+                event.handed.values() if event.doing is Doing.HANDED and not facts.is_in_sight(event) else ()
+            ):
                 if receiver.tenant is not Tenant.ENGINE and str(receiver) in known:
                     yield receiver, event.node
 

@@ -23,7 +23,7 @@ __all__ = ["decide_prepares", "is_guarded"]
 
 def decide_prepares(facts: Facts, plan: Plan, uses: Uses) -> None:
     """Settle every ``prepare_*`` of a policy or value: a fixpoint, since what one keeps bare another may rely on."""
-    walker = Walker(facts.program, facts.same, uses.judge, _why_handing_matters)
+    walker = Walker(facts.program, facts.same, uses.judge, lambda event: _why_handing_matters(facts, event))
     sites = [site for site in facts.lifecycle(Tenant.POLICY, Tenant.VALUE) if site.rule.kind is Kind.PREPARE]
     kept: dict[Site, str] = {}
     while True:
@@ -46,6 +46,8 @@ def _why_kept(facts: Facts, site: Site, reach: Reach) -> str:
     why = facts.why_not_replaced(site)
     if why:
         return why
+    if _keeps_gradients(site):
+        return "it keeps gradients (keep_train_buffers), which only a scope that says so does: write it by hand"
     if is_guarded(site, reach):
         return "a handler around it deals with its failure"
     if reach.failures:
@@ -53,6 +55,13 @@ def _why_kept(facts: Facts, site: Site, reach: Reach) -> str:
     if not reach.uses and reach.leaves:
         return "nothing in sight uses what it prepares"
     return ""
+
+
+def _keeps_gradients(site: Site) -> bool:
+    """Whether a prepare says, or may say, that gradients of an open step stay."""
+    call = site.node
+    given = call.args if isinstance(call, cst.Call) and site.method == "prepare_for_lp_inference" else ()
+    return any(code(argument.value) != "False" for argument in given)
 
 
 def is_guarded(site: Site, reach: Reach) -> bool:
@@ -65,7 +74,9 @@ def is_guarded(site: Site, reach: Reach) -> bool:
     return False
 
 
-def _why_handing_matters(event: Event) -> str:
+def _why_handing_matters(facts: Facts, event: Event) -> str:
+    if facts.is_in_sight(event):
+        return ""
     name = code(event.node.func) if isinstance(event.node, cst.Call) else "a function"
     return f"what it prepares is handed to {name}(), which is not in sight"
 

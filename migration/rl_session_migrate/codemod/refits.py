@@ -6,7 +6,7 @@ goes into ``legacy_refit``, which knows what it relies on and what it leaves beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 import libcst as cst
@@ -231,7 +231,3 @@ def _engine_of(program: Program, function: Function, synchronizer: Receiver) -> 
         found = program.module.receivers.of(node.value, function)
         return found if found is not None and found.tenant is Tenant.ENGINE else None
     return _only(program, function, Tenant.ENGINE)
-
-
-Carrier = Callable[[HelperSite], bool]
-"""Whether a helper of another module pushes through refit blocks by itself."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 import codecs
+import re
 import warnings
-from collections.abc import Callable
 from enum import StrEnum
 
 import attrs
@@ -16,6 +16,8 @@ import libcst as cst
 
 from rl_session_migrate.codemod.decide import decide
 from rl_session_migrate.codemod.edits import apply
+from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
+from rl_session_migrate.codemod.facts import Facts, safe_functions
 from rl_session_migrate.codemod.finish import Spelling, finish
 from rl_session_migrate.codemod.imports import ADAPTER, add_import, spelling
 from rl_session_migrate.codemod.plan import Found, Plan
@@ -26,7 +28,7 @@ from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, analyse
 from rl_session_migrate.tree import children, parse
 
-__all__ = ["Outcome", "Rewritten", "Status", "could_matter", "rewrite"]
+__all__ = ["Outcome", "Rewritten", "Status", "could_matter", "moving_functions", "rewrite"]
 
 MAX_PASSES = 8
 _WORDS = (
@@ -88,6 +90,7 @@ class Rewritten:
         outcomes: Every lifecycle site, in the order of the source.
         assumed: What was taken for granted, in words, with the line it concerns.
         carriers: Functions that push weights through a refit block, or make no legacy call of it any more.
+        safe: Functions that do everything they do with a policy or value in scopes.
         num_passes: How many passes it took.
     """
 
@@ -96,6 +99,7 @@ class Rewritten:
     outcomes: tuple[Outcome, ...] = ()
     assumed: tuple[str, ...] = ()
     carriers: frozenset[str] = frozenset()
+    safe: frozenset[str] = frozenset()
     num_passes: int = 0
 
     @property
@@ -104,17 +108,19 @@ class Rewritten:
         return self.before != self.after
 
 
-Resolver = Callable[[str], bool]
-"""Whether a function of another module, by its dotted name, pushes weights through scopes by itself."""
+_COMPUTING = re.compile(
+    rb"get_(reference_policy_)?logprobs|get_values|get_topk_logits|train_from_meta"
+    rb"|(policy|value_model|critic|_trainer)\.(train|score|save_checkpoint)\("
+)
 
 
 def could_matter(data: bytes) -> bool:
-    """Whether a file can have a site at all: a fast look at its bytes."""
-    return any(word in data for word in _WORDS)
+    """Whether a file can have a site, or compute on what another file prepared: a fast look at its bytes."""
+    return any(word in data for word in _WORDS) or _COMPUTING.search(data) is not None
 
 
 def rewrite(
-    data: bytes, path: str = "<string>", *, names: Names | None = None, resolve: Resolver = lambda name: False
+    data: bytes, path: str = "<string>", *, names: Names | None = None, elsewhere: Elsewhere | None = None
 ) -> Rewritten:
     """Rewrite a module.
 
@@ -122,7 +128,7 @@ def rewrite(
         data: Its bytes.
         path: Shown in reports.
         names: Extra names of tenants.
-        resolve: Asked about refit helpers that are imported.
+        elsewhere: Asked about functions that are imported.
 
     Raises:
         SyntaxError: It is no Python, or not in the encoding it claims.
@@ -133,7 +139,7 @@ def rewrite(
         return Rewritten(before=data, after=data)
     bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
     _check_syntax(data)
-    worker = _Rewriter(data.removeprefix(bom), path, names, resolve)
+    worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or NOWHERE)
     worker.run()
     after = bom + worker.data
     if data.endswith(b"\r") and not after.endswith(b"\r"):
@@ -145,6 +151,7 @@ def rewrite(
         outcomes=tuple(worker.outcomes),
         assumed=tuple(dict.fromkeys(worker.assumed)),
         carriers=worker.carriers,
+        safe=worker.safe,
         num_passes=worker.num_passes,
     )
 
@@ -161,15 +168,15 @@ def _check_syntax(data: bytes) -> None:
 
 
 class _Rewriter:
-    def __init__(self, data: bytes, path: str, names: Names | None, resolve: Resolver) -> None:
+    def __init__(self, data: bytes, path: str, names: Names | None, elsewhere: Elsewhere) -> None:
         self.data = data
         self.path = path
         self.names = names
-        self.resolve = resolve
+        self.elsewhere = elsewhere
         self.assumed: list[str] = []
         self.carriers: frozenset[str] = frozenset()
+        self.safe: frozenset[str] = frozenset()
         self.num_passes = 0
-        self._imports: dict[str, str] = {}
         self._alive: list[int] = []
         self._found: list[Outcome] = []
 
@@ -179,12 +186,11 @@ class _Rewriter:
 
     def run(self) -> None:
         module = analyse(parse(self.data, self.path), self.names)
-        self._imports = module.outline.imports
         self._found = [_outcome(site) for site in _counted(module)]
         self._alive = list(range(len(self._found)))
         while True:
             program = Program(module)
-            plan = decide(program, self._carries)
+            plan = decide(program, self.elsewhere)
             if not plan.changes or self.num_passes >= MAX_PASSES:
                 break
             self.num_passes += 1
@@ -192,8 +198,11 @@ class _Rewriter:
             self.data = self._edited(module, plan)
             module = analyse(parse(self.data, self.path), self.names)
         self._note_left(module, plan)
+        facts = Facts(program, self.elsewhere)
         self.carriers = _carriers(module)
-        self.data = self._finished(program, plan)
+        if module.receivers.speaks:  # else it is not even known what in it computes
+            self.safe = safe_functions(facts)
+        self.data = self._finished(facts, plan)
 
     # -- text ----------------------------------------------------------------------------------------------------
 
@@ -205,21 +214,14 @@ class _Rewriter:
             tree = add_import(tree, module.outline, ADAPTER, "scopes", local)
         return tree.bytes
 
-    def _finished(self, program: Program, plan: Plan) -> bytes:
-        module = program.module
+    def _finished(self, facts: Facts, plan: Plan) -> bytes:
+        module = facts.program.module
         names = Spelling(spelling(module.outline, ADAPTER, "scopes"), spelling(module.outline, ADAPTER, "share"))
-        tree = finish(program, plan, _parents(module.source.module), names)
+        tree = finish(facts, plan, _parents(module.source.module), names)
         text = tree.bytes
         if f"{names.share}(".encode() in text and tree is not module.source.module:
             tree = add_import(tree, module.outline, ADAPTER, "share", names.share)
         return tree.bytes
-
-    # -- helpers -------------------------------------------------------------------------------------------------
-
-    def _carries(self, helper: HelperSite) -> bool:
-        """Whether a helper that is imported pushes through refit blocks by itself."""
-        imported = self._imports.get(helper.helper.name)
-        return imported is not None and self.resolve(imported)
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
@@ -348,6 +350,26 @@ def _is_clean(module: Module, function: Function) -> bool:
 def _carriers(module: Module) -> frozenset[str]:
     return frozenset(
         function.name for function in module.outline.functions.values() if _is_clean(module, function) and function.name
+    )
+
+
+def moving_functions(data: bytes, path: str, names: Names | None = None) -> frozenset[str]:
+    """The functions of a module that move a policy or value, by hand or in scopes.
+
+    Args:
+        data: Its bytes.
+        path: Shown in errors.
+        names: Extra names of tenants.
+
+    Raises:
+        libcst.ParserSyntaxError: It is no Python.
+    """
+    module = analyse(parse(data, path), names)
+    kinds = (Kind.PREPARE, Kind.OFFLOAD, Kind.SCOPE, Kind.SWITCH)
+    return frozenset(
+        site.function.name
+        for site in module.sites
+        if site.rule.kind in kinds and site.rule.tenant in (Tenant.POLICY, Tenant.VALUE) and site.function.name
     )
 
 

@@ -46,7 +46,7 @@ class LegacyGeneration:
     """A generation engine of rl_session with the methods of a legacy generation object.
 
     What ``prepare_for_generation`` woke stays awake until ``finish_generation``, or until somebody needs the room; then it is
-    woken again by the next ``generate`` (legacy ran out of memory). Guide: migration/README.md.
+    woken again by the next ``generate`` (legacy ran out of memory). Guide: docs/legacy-api.md.
 
     Args:
         engine: What ``session.engine(name, engine)`` gave, or an in-process engine (the weights are the policy's then).
@@ -121,7 +121,7 @@ class LegacyGeneration:
 
         Contract: non-colocated engines are awake anyway. vLLM and TensorRT-LLM report a failure by False (with a warning
         record) where the others raise; SGLang returns None. An in-process engine brings the policy's weights to the device.
-        Scope: ``with engine.awake(): ...``. Guide: migration/README.md.
+        Scope: ``with engine.awake(): ...``. Guide: docs/legacy-api.md.
 
         Args:
             *args: Dropped.
@@ -155,7 +155,7 @@ class LegacyGeneration:
         """Put the engine to sleep. A non-colocated one only forgets what it cached.
 
         Contract: an in-process engine and a Megatron one with ``release_gpu=False`` keep what they have. Scope: none; the end
-        of the engine's scope is the way back. Guide: migration/README.md.
+        of the engine's scope is the way back. Guide: docs/legacy-api.md.
 
         Args:
             *args: Refused on Megatron, else dropped.
@@ -237,7 +237,7 @@ class LegacyGeneration:
         """Forget what the engine cached of older weights.
 
         Contract: False on Megatron, which does it by itself or not at all; True where there is nothing to forget. Guide:
-        migration/README.md.
+        docs/legacy-api.md.
 
         Args:
             *args: Dropped.
@@ -278,7 +278,7 @@ class LegacyGeneration:
         """Continue prompts.
 
         Contract: needs all of the engine awake, as ``prepare_for_generation()`` leaves it. Scope: ``with engine.awake() as e:
-        e.generate(batch)``. Guide: migration/README.md.
+        e.generate(batch)``. Guide: docs/legacy-api.md.
 
         Args:
             data: ``input_ids [B, S]`` right-padded prompts, ``input_lengths [B]``.
@@ -333,7 +333,7 @@ class LegacyGeneration:
     def update_weights_via_ipc_zmq(self) -> list[Transfer]:
         """Receive the weights that a policy of the same session is told to send; one future.
 
-        Contract: tell both sides, then wait for both. Scope: ``policy.refit(engine)``. Guide: migration/README.md.
+        Contract: tell both sides, then wait for both. Scope: ``policy.refit(engine)``. Guide: docs/legacy-api.md.
 
         Raises:
             UnsupportedError: The engine has no weights of its own.
@@ -379,7 +379,7 @@ def refit_policy_generation(
     Contract: an attached ``policy_generation.weight_synchronizer`` does all of it. Colocated: ``offload_before_refit``, wake the
     weights, push, ``offload_after_refit``, wake the KV cache; the policy is away and the engine awake afterwards. Otherwise only
     the push. After a push that failed the policy is where ``offload_before_refit`` left it. Scope: ``policy.refit(engine)``.
-    Guide: migration/README.md.
+    Guide: docs/legacy-api.md.
 
     Args:
         policy: The policy.

@@ -9,7 +9,7 @@ from rl_session.driver.callsite import call_frame
 
 __all__ = ["GUIDE", "warn_once"]
 
-GUIDE = "migration/README.md"
+GUIDE = "docs/legacy-api.md"
 
 _warned: set[tuple[str, int, str]] = set()
 _lock = threading.Lock()

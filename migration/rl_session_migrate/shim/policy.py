@@ -64,7 +64,7 @@ class LegacyPolicy(LegacyTrainer):
     Each lifecycle call sets where the policy *rests*; scopes come back to that, so that a loop may be migrated block by block.
     A lifecycle call inside an open scope is a ``ShimInScopeError``. What legacy lost in an open train step (gradients) is
     kept, with a record. The log says ``via="shim"`` and where the call stands; the first call at each line warns with the
-    scope to write. May be used from any thread. Guide: migration/README.md.
+    scope to write. May be used from any thread. Guide: docs/legacy-api.md.
 
     Args:
         policy: The policy, made by ``rl_session.attach`` or a session.
@@ -95,7 +95,7 @@ class LegacyPolicy(LegacyTrainer):
         """Bring weights, gradients and optimizer state to the device, and leave the module in train.
 
         Contract: from any state, and again; arguments are dropped. A gradient buffer that was freed comes back as zeros.
-        Scope: ``with policy.training_mode(): ...`` around what trains. Guide: migration/README.md.
+        Scope: ``with policy.training_mode(): ...`` around what trains. Guide: docs/legacy-api.md.
 
         Args:
             *args: Dropped.
@@ -113,7 +113,7 @@ class LegacyPolicy(LegacyTrainer):
 
         Contract: optimizer state goes to the host if ``offload_optimizer_for_logprob`` says so, and is never brought in.
         DTensor keeps gradients; Megatron frees their buffer, except that of an open step, which legacy destroyed.
-        Scope: ``with policy.logprob_mode(): ...``. Guide: migration/README.md.
+        Scope: ``with policy.logprob_mode(): ...``. Guide: docs/legacy-api.md.
 
         Args:
             keep_train_buffers: Leave gradients and optimizer state where they are.
@@ -130,7 +130,7 @@ class LegacyPolicy(LegacyTrainer):
         """Send the weights to the host, and leave the module in eval; optimizer state stays where it is.
 
         Contract: DTensor moves gradients with the weights, Megatron leaves them. Scope: none; the end of
-        ``with policy.logprob_mode():`` is the way back. Guide: migration/README.md.
+        ``with policy.logprob_mode():`` is the way back. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -141,7 +141,7 @@ class LegacyPolicy(LegacyTrainer):
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing; that of a value model really offloads.
 
-        Contract: an empty placeholder in legacy too. Scope: none; delete the call. Guide: migration/README.md.
+        Contract: an empty placeholder in legacy too. Scope: none; delete the call. Guide: docs/legacy-api.md.
 
         Args:
             *args: Dropped.
@@ -158,7 +158,7 @@ class LegacyPolicy(LegacyTrainer):
         Contract: DTensor sends the optimizer always and keeps gradients where they are; Megatron sends it if
         ``offload_optimizer_for_refit`` says so and frees gradients, except those of an open step, which go to the host.
         The train flag stays. Scope: ``with policy.refit_mode(): ...``, or ``policy.refit(engine)``. Guide:
-        migration/README.md.
+        docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -170,7 +170,7 @@ class LegacyPolicy(LegacyTrainer):
         """Send everything to the host, and leave the module in eval.
 
         Contract: nothing is brought back, whatever the name says; on Megatron with ``offload_optimizer_for_refit=False``
-        optimizer state stays on the device. Scope: none; the end of a scope is the way back. Guide: migration/README.md.
+        optimizer state stays on the device. Scope: none; the end of a scope is the way back. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -181,7 +181,7 @@ class LegacyPolicy(LegacyTrainer):
     def offload_to_cpu(self) -> None:
         """As :meth:`offload_after_refit`, under another name.
 
-        Scope: ``with policy.offloaded(): ...``, or nothing. Guide: migration/README.md.
+        Scope: ``with policy.offloaded(): ...``, or nothing. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -192,7 +192,7 @@ class LegacyPolicy(LegacyTrainer):
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         """What the weights are like: name to (shape, dtype). Moves nothing, in any state.
 
-        Contract: legacy needed the weights on the device for it. Guide: migration/README.md.
+        Contract: legacy needed the weights on the device for it. Guide: docs/legacy-api.md.
 
         Raises:
             ClosedError: The policy was closed.
@@ -238,7 +238,7 @@ class LegacyPolicy(LegacyTrainer):
         """Log-probabilities of the batch's tokens.
 
         Contract: needs the weights on the device, as ``prepare_for_lp_inference()`` brings them; leaves the module in eval.
-        Scope: ``with policy.logprob_mode(): policy.get_logprobs(batch)``. Guide: migration/README.md.
+        Scope: ``with policy.logprob_mode(): policy.get_logprobs(batch)``. Guide: docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -261,7 +261,7 @@ class LegacyPolicy(LegacyTrainer):
         """Log-probabilities under the reference; the live weights come back, after an exception too (legacy's did not).
 
         Contract: needs the weights on the device, in training or inference; leaves the module in eval. Scope:
-        ``with policy.logprob_mode(): ...``, or inside ``training_mode()``. Guide: migration/README.md.
+        ``with policy.logprob_mode(): ...``, or inside ``training_mode()``. Guide: docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -287,7 +287,7 @@ class LegacyPolicy(LegacyTrainer):
         """The k largest next-token logits.
 
         Contract: needs the weights on the device; leaves the module in eval. Scope: ``with policy.logprob_mode(): ...``.
-        Guide: migration/README.md.
+        Guide: docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -310,7 +310,7 @@ class LegacyPolicy(LegacyTrainer):
         """One score a sequence, for models with a scalar head.
 
         Contract: needs the weights on the device; leaves the module in eval. Scope: ``with policy.logprob_mode(): ...``.
-        Guide: migration/README.md.
+        Guide: docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -387,7 +387,7 @@ class LegacyPolicy(LegacyTrainer):
 
         Contract: from any state. On DTensor nothing moves. On Megatron the weights, and with ``optimizer_path`` the
         optimizer state, are brought to the device and stay there, and the module is left in train, as legacy did. Scope: none
-        is needed. Guide: migration/README.md.
+        is needed. Guide: docs/legacy-api.md.
 
         Args:
             weights_path: Where; the checkpoint holds the optimizer too.
@@ -475,7 +475,7 @@ class LegacyPolicy(LegacyTrainer):
         """Send the weights to the engine of the same session that is told to receive; one future.
 
         Contract: needs the weights on the device; nothing moves. Tell both sides, then wait for both. Scope:
-        ``policy.refit(engine)``. Guide: migration/README.md.
+        ``policy.refit(engine)``. Guide: docs/legacy-api.md.
 
         Args:
             buffer_size_bytes: The most bytes in a bucket.
@@ -509,7 +509,7 @@ class LegacyPolicy(LegacyTrainer):
         """Sample with the policy's own in-process engine.
 
         Contract: needs the weights on the device; leaves the module in eval. Scope: ``with policy.generation_mode() as p:
-        p.generate(batch)``. Guide: migration/README.md.
+        p.generate(batch)``. Guide: docs/legacy-api.md.
 
         Args:
             data: ``input_ids [B, S]`` right-padded prompts, ``input_lengths [B]``.

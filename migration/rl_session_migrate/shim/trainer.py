@@ -321,7 +321,7 @@ class LegacyTrainer:
 
         Contract: needs weights (and, to train, gradients and optimizer state) on the device, as ``prepare_for_training()``
         brings them; leaves the module in train, or in eval with ``eval_mode``; gradients are gone afterwards (a flat buffer
-        is zero). Scope: ``with policy.training_mode(): policy.train(batch, loss_fn)``. Guide: migration/README.md.
+        is zero). Scope: ``with policy.training_mode(): policy.train(batch, loss_fn)``. Guide: docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -364,7 +364,7 @@ class LegacyTrainer:
 
         Contract: needs weights and gradients on the device, and no open step; leaves the module in train. Offered on both
         backends (legacy had it on Megatron alone). Scope: ``with policy.training_mode(): step = policy.begin_step()``.
-        Guide: migration/README.md.
+        Guide: docs/legacy-api.md.
 
         Args:
             loss_fn: The loss of every chunk.
@@ -385,7 +385,7 @@ class LegacyTrainer:
 
         Contract: needs an open step, and weights and gradients on the device; the train flag stays as it is. The chunk is
         computed in train mode even where ``get_logprobs`` has left the module in eval, which legacy did not. Scope:
-        ``step.forward_backward(chunk, loss_fn)``. Guide: migration/README.md.
+        ``step.forward_backward(chunk, loss_fn)``. Guide: docs/legacy-api.md.
 
         Args:
             data: The chunk.
@@ -414,7 +414,7 @@ class LegacyTrainer:
         """Divide the gradients by what the chunks counted, and make the optimizer step.
 
         Contract: needs an open step, and weights, gradients and optimizer state on the device; the train flag stays.
-        Scope: ``step.commit()``. Guide: migration/README.md.
+        Scope: ``step.commit()``. Guide: docs/legacy-api.md.
 
         Returns:
             As :meth:`train`.
@@ -437,7 +437,7 @@ class LegacyTrainer:
     def abort_train_step(self) -> None:
         """Discard the open step; nothing happens where none is open.
 
-        Contract: gradients go, everything else stays. Scope: ``step.abort()``. Guide: migration/README.md.
+        Contract: gradients go, everything else stays. Scope: ``step.abort()``. Guide: docs/legacy-api.md.
 
         Raises:
             OwnershipError: Another thread has a scope open.

@@ -23,7 +23,7 @@ class LegacyValue(LegacyTrainer):
     """A value model of rl_session with the methods of a legacy value, over the same engine as the scopes.
 
     Lifecycle calls set where it *rests*, as those of :class:`LegacyPolicy` do; they take no arguments. Guide:
-    migration/README.md.
+    docs/legacy-api.md.
 
     Args:
         value: The value model, made by ``session.attach_value``.
@@ -50,7 +50,7 @@ class LegacyValue(LegacyTrainer):
         """Bring weights, gradients and optimizer state to the device, and leave the module in train.
 
         Contract: from any state, and again. A gradient buffer that was freed comes back as zeros. Scope:
-        ``with value.training_mode(): ...``. Guide: migration/README.md.
+        ``with value.training_mode(): ...``. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -63,7 +63,7 @@ class LegacyValue(LegacyTrainer):
 
         Contract: DTensor keeps gradients; Megatron frees their buffer, except that of an open step, which legacy destroyed.
         ``offload_optimizer_for_logprob`` has no effect on a value. Scope: ``with value.inference_mode(): ...``. Guide:
-        migration/README.md.
+        docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -75,7 +75,7 @@ class LegacyValue(LegacyTrainer):
         """Send the weights to the host; the train flag and optimizer state stay (a policy's leaves the module in eval).
 
         Contract: DTensor moves gradients with the weights, Megatron leaves them. Scope: none; the end of
-        ``with value.inference_mode():`` is the way back. Guide: migration/README.md.
+        ``with value.inference_mode():`` is the way back. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -87,7 +87,7 @@ class LegacyValue(LegacyTrainer):
         """Send everything to the host, and leave the module in eval; that of a policy does nothing.
 
         Contract: Megatron frees gradients, except those of an open step, which go to the host. Scope: none; the end of
-        ``with value.training_mode():`` is the way back. Guide: migration/README.md.
+        ``with value.training_mode():`` is the way back. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -99,7 +99,7 @@ class LegacyValue(LegacyTrainer):
         """One value a token.
 
         Contract: needs the weights on the device, as ``prepare_for_inference()`` brings them; leaves the module in eval.
-        Scope: ``with value.inference_mode(): value.get_values(batch)``. Guide: migration/README.md.
+        Scope: ``with value.inference_mode(): value.get_values(batch)``. Guide: docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -120,7 +120,7 @@ class LegacyValue(LegacyTrainer):
     ) -> None:
         """Write a checkpoint of weights, optimizer and scheduler state to ``weights_path``; nothing moves.
 
-        Contract: from any state (legacy failed on a value whose weights were away). Guide: migration/README.md.
+        Contract: from any state (legacy failed on a value whose weights were away). Guide: docs/legacy-api.md.
 
         Args:
             weights_path: Where; the checkpoint holds the optimizer too.

@@ -93,7 +93,7 @@ class TrainerGroup(LegacyGroup):
         self.state = attrs.evolve(self.state, training=None)  # the user's calls since then have set it as they liked
         keep = self._keeps(request)
         wanted, notices = self._goal(request, keep=keep)
-        wanted, calls = self._way(wanted, protect_grads=self.step_open)
+        wanted, calls = self._way(wanted, protect_grads=self.step_open or keep)
         if "optimizer" not in wanted.tiers and request.mode is Mode.OFFLOADED and not notices:
             notices = self._optimizer_stays()
         self._run(calls)
