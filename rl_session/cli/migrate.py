@@ -76,7 +76,7 @@ def _run(
     from rl_session_migrate.codemod.batch import FileStatus, migrate_files
     from rl_session_migrate.codemod.files import discover
     from rl_session_migrate.codemod.report import to_json, totals
-    from rl_session_migrate.codemod.settings import read_settings
+    from rl_session_migrate.settings import read_settings
 
     settings = read_settings(paths[0])
     files = discover(paths, (*settings.exclude, *exclude))

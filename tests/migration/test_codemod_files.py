@@ -14,7 +14,8 @@ from rl_session_migrate.codemod import files
 from rl_session_migrate.codemod.batch import FileResult, FileStatus, migrate_file, migrate_files
 from rl_session_migrate.codemod.files import ChangedMeanwhileError, discover, write_atomically
 from rl_session_migrate.codemod.report import to_json, totals
-from rl_session_migrate.codemod.settings import read_settings
+from rl_session_migrate.lint import load_config
+from rl_session_migrate.settings import read_settings
 
 LOOP = "def f(policy, b):\n    policy.prepare_for_training()\n    policy.train(b, None)\n"
 BROKEN = "def f(:\n    policy.prepare_for_training()\n"
@@ -261,6 +262,12 @@ def test_a_project_says_its_names_and_what_to_leave_out(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[tool.rl-session.migrate]\npolices = ["x"]\n', encoding="utf-8")
     with pytest.raises(rs.ConfigError, match="polices"):
         read_settings(tmp_path)
+
+
+def test_a_name_to_ignore_is_one_for_both_tools(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.rl-session.migrate]\nignore = ["pg"]\n', encoding="utf-8")
+    assert read_settings(tmp_path).names.ignore == {"pg"}
+    assert load_config(tmp_path).names.ignore == {"pg"}
 
 
 def test_a_project_that_says_nothing(tmp_path: Path) -> None:

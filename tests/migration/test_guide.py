@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from tiny_legacy import Actors, policy_loss
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from loops.support import Timer, make_train_data, prompts_of
 from rl_session.cli import _app
 from rl_session_migrate.codemod.rewrite import rewrite
+from rl_session_migrate.settings import read_settings
 
 GUIDE = Path(__file__).parents[2] / "migration" / "README.md"
 BLOCKS = re.findall(
@@ -126,9 +128,11 @@ def test_what_is_to_do_by_hand_runs() -> None:
     assert len(names["future"].result()["loss"]) == 1
 
 
-def test_the_configuration_is_read() -> None:
+def test_the_configuration_is_read(tmp_path: Path) -> None:
     (text,) = (text for language, _, text in BLOCKS if language == "toml")
     table = tomllib.loads(text)["tool"]["rl-session"]["migrate"]
-    from rl_session_migrate.codemod.settings import _KNOWN
-
-    assert set(table) <= set(_KNOWN)
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    read = read_settings(tmp_path)
+    told = {**attrs.asdict(read.names), "exclude": read.exclude}
+    assert set(table) <= set(told)
+    assert all(set(told[key]) == set(values) for key, values in table.items()), "each key has its effect"

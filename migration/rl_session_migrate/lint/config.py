@@ -1,10 +1,4 @@
-"""The configuration: ``[tool.rl-session.migrate]`` and ``[tool.rl-session.lint]`` of a ``pyproject.toml``.
-
-[tool.rl-session.migrate]
-policies = ["learner"]          # names that are policies here
-values = ["baseline"]
-engines = ["sampler"]
-ignore = ["pg"]                 # names that are no tenant here
+"""The linter's configuration: what to look for and where, from ``[tool.rl-session.lint]`` and the command line.
 
 [tool.rl-session.lint]
 select = ["RLM"]
@@ -14,8 +8,7 @@ exclude = ["third_party/*"]
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -25,6 +18,7 @@ import attrs
 from rl_session.errors import ConfigError
 from rl_session_migrate.lint.codes import CODES
 from rl_session_migrate.receivers import Names
+from rl_session_migrate.settings import read_settings
 
 __all__ = ["LintConfig", "load_config"]
 
@@ -73,63 +67,20 @@ class LintConfig:
 
 
 def load_config(start: Path) -> LintConfig:
-    """The configuration of the nearest ``pyproject.toml`` at or above a path; the defaults where there is none.
+    """The configuration of the project that a path belongs to; the defaults where there is none.
 
     Raises:
         ConfigError: It cannot be read, or says what cannot be.
     """
-    start = start.resolve()
-    for folder in (start, *start.parents):
-        path = folder / "pyproject.toml"
-        if not path.is_file():
-            continue
-        try:
-            tool = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("rl-session", {})
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(
-                f"reading the configuration in {path}", (f"{type(error).__name__}: {error}",), "valid TOML"
-            ) from error
-        return _configured(tool, path)
-    return LintConfig()
-
-
-def _configured(tool: Mapping[str, Any], path: Path) -> LintConfig:
-    migrate = _table(tool, "migrate", ("policies", "values", "engines", "ignore"), path)
-    lint = _table(tool, "lint", ("select", "ignore", "exclude"), path)
-    names = Names(
-        policies=migrate["policies"],
-        values=migrate["values"],
-        engines=migrate["engines"],
-        ignore=migrate["ignore"],
-    )
-    where = f"{path}: [tool.rl-session.lint]"
+    settings = read_settings(start)
+    where = f"{settings.path}: [tool.rl-session.lint]"
     return LintConfig(
-        names=names,
-        select=_codes(f"{where} select", lint["select"]) or ("RLM",),
-        ignore=_codes(f"{where} ignore", lint["ignore"]),
-        exclude=tuple(lint["exclude"]),
-        root=path.parent,
+        names=settings.names,
+        select=_codes(f"{where} select", settings.lint["select"]) or ("RLM",),
+        ignore=_codes(f"{where} ignore", settings.lint["ignore"]),
+        exclude=tuple(settings.lint["exclude"]),
+        root=settings.path.parent if settings.path is not None else None,
     )
-
-
-def _table(tool: Mapping[str, Any], name: str, keys: tuple[str, ...], path: Path) -> dict[str, list[str]]:
-    table = tool.get(name, {})
-    where = f"{path}: [tool.rl-session.{name}]"
-    if not isinstance(table, dict):
-        raise ConfigError(f"reading {where}", ("it is no table",), f'{keys[0]} = ["..."]')
-    # `rl-session migrate` may keep settings of its own in its table.
-    unknown = set(table) - set(keys) if name == "lint" else set()
-    if unknown:
-        raise ConfigError(
-            f"reading {where}", (f"no such key: {', '.join(sorted(unknown))}",), f"one of {', '.join(keys)}"
-        )
-    found: dict[str, list[str]] = {}
-    for key in keys:
-        value = table.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"reading {where}", (f"{key} is {value!r}",), f'{key} = ["..."]')
-        found[key] = value
-    return found
 
 
 def _codes(where: str, given: list[str]) -> tuple[str, ...]:
