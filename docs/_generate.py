@@ -73,13 +73,56 @@ def _nested() -> list[tuple[Mode, Mode]]:
     return [(outer, inner) for outer, allowed in NESTING.items() for inner in _SCOPES if inner in allowed - {outer}]
 
 
-def state_diagram() -> str:
-    """The modes, and the scopes that lead from one to another."""
-    lines = ["stateDiagram-v2", "    [*] --> REST : attach"]
-    lines += [f"    REST --> {mode.name} : {name}" for mode, name in _SCOPES.items() if mode is not Mode.OFFLOADED]
-    lines += [f"    {outer.name} --> {inner.name} : {_SCOPES[inner]}" for outer, inner in _nested()]
-    lines += ["    note right of REST : OFFLOADED or RESIDENT, as base= or switch() says"]
-    return "```mermaid\n" + "\n".join(lines) + "\n```\n"
+_PLACES = {
+    None: (410, 60),
+    Mode.TRAINING: (150, 190),
+    Mode.LOGPROB: (410, 190),
+    Mode.GENERATION: (670, 190),
+    Mode.REFIT: (225, 320),
+    Mode.OFFLOADED: (540, 320),
+}
+"""The middle of each box; None is rest."""
+_BOX = (150, 44)
+_STYLE = (
+    "text{font:14px system-ui,sans-serif;text-anchor:middle;dominant-baseline:central;fill:#222}"
+    ".small{font-size:12px;fill:#555}rect{fill:#eef1fb;stroke:#3f51b5}.rest{fill:#f4f4f4;stroke:#666;stroke-dasharray:5 3}"
+    "path{stroke:#666;fill:none;marker-end:url(#head);marker-start:url(#tail)}"
+)
+
+
+def _edge(start: tuple[int, int], end: tuple[int, int]) -> tuple[float, float, float, float]:
+    """From the border of one box to the border of another."""
+    dx, dy = end[0] - start[0], end[1] - start[1]
+    across, along = _BOX[0] / 2 / abs(dx) if dx else 9.0, _BOX[1] / 2 / abs(dy) if dy else 9.0
+    cut = min(across, along) + 4 / (dx * dx + dy * dy) ** 0.5
+    return start[0] + cut * dx, start[1] + cut * dy, end[0] - cut * dx, end[1] - cut * dy
+
+
+def state_picture() -> str:
+    """The modes, and the scopes that lead from one to another, drawn. Every arrow is an entry; the way back is the exit."""
+    edges = [(None, mode) for mode in _SCOPES if mode is not Mode.OFFLOADED] + _nested()
+    assert set(_PLACES) == {None, *_SCOPES}, "a mode has no place in the picture"
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 380" role="img">',
+        "<title>The modes of a policy, and which scope may be opened inside which</title>",
+        f"<style>{_STYLE}</style>",
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 8 4 0 8z" style="fill:#666;stroke:none;marker-end:none;marker-start:none"/></marker>'
+        '<marker id="tail" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="5" markerHeight="5">'
+        '<circle cx="4" cy="4" r="3" fill="#666"/></marker></defs>',
+    ]
+    for outer, inner in edges:
+        x, y, to_x, to_y = _edge(_PLACES[outer], _PLACES[inner])
+        parts.append(f'<path d="M{x:.0f} {y:.0f} {to_x:.0f} {to_y:.0f}"/>')
+    for mode, (x, y) in _PLACES.items():
+        name, small = ("rest", "on host or device") if mode is None else (mode.name, _SCOPES[mode])
+        left, top = x - _BOX[0] // 2, y - _BOX[1] // 2
+        is_rest = ' class="rest"' if mode is None else ""
+        parts += [
+            f'<rect x="{left}" y="{top}" width="{_BOX[0]}" height="{_BOX[1]}" rx="6"{is_rest}/>',
+            f'<text x="{x}" y="{y - 8}">{name}</text><text class="small" x="{x}" y="{y + 11}">{small}</text>',
+        ]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 # -- transitions: what `resolve` makes of the mode table ----------------------------------------------------------------
@@ -104,7 +147,7 @@ def _goes(before: Tier, after: Tier) -> str:
 def _moves(before: Placement, mode: Mode) -> str:
     """What a transition moves by default, and what a flag changes of it."""
     told = []
-    for label, component in (("PARAMS, BUFFERS", "params"), ("GRADS", "grads"), ("OPTIMIZER", "optimizer")):
+    for label, component in (("weights", "params"), ("gradients", "grads"), ("optimizer", "optimizer")):
         is_open = component == "grads" and before["grads"] is Tier.DEVICE
         words = [_goes(before[component], _resolved(mode, before)[component])]
         told += [f"{label} {words[0]}"] if words[0] else []
@@ -157,13 +200,13 @@ def _hand_back(inner: Mode, outer: Mode | None) -> str:
 
 def transition_table() -> str:
     """Every transition between rest on the host and the scopes: what moves, and the manual calls."""
-    head = ["from", "to", "scope", "what moves on the way in", "manual call", "manual call back"]
+    head = ["from", "scope", "what moves on the way in", "manual call", "manual call back"]
     rows = []
     for outer, inner in [(None, mode) for mode in _SCOPES if mode is not Mode.OFFLOADED] + _nested():
         before = _HOST if outer is None else _placed(outer)
         hands = _by_hand(inner, before, open_step=outer is Mode.TRAINING), _hand_back(inner, outer)
-        name = "rest (OFFLOADED)" if outer is None else outer.name
-        rows.append([name, inner.name, f"`{_SCOPES[inner]}`", _moves(before, inner), *hands])
+        name = "rest" if outer is None else outer.name
+        rows.append([name, f"`{_SCOPES[inner]}`", _moves(before, inner), *hands])
     return _table(head, rows)
 
 
@@ -184,16 +227,13 @@ def optimizer_table() -> str:
         (Tier.HOST, Tier.DEVICE): "comes",
     }
     rows = []
-    for mode in MODE_TABLE:
-        cells = []
-        for flags in settings.values():
-            told = []
-            for now in (Tier.DEVICE, Tier.HOST):
-                facts = Facts(placement=Placement({"params": now, "optimizer": now}))
-                told.append(sure[now, resolve(mode, facts, flags)["optimizer"]])
-            cells.append(" / ".join(told))
-        rows.append([mode.name, *cells])
-    return _table(["entering", *settings], rows)
+    for setting, flags in settings.items():
+        rows.append([setting])
+        for mode in MODE_TABLE:
+            facts = [Facts(placement=Placement({"params": now, "optimizer": now})) for now in (Tier.DEVICE, Tier.HOST)]
+            after = [resolve(mode, each, flags)["optimizer"] for each in facts]
+            rows[-1].append(f"{sure[Tier.DEVICE, after[0]]} / {sure[Tier.HOST, after[1]]}")
+    return _table(["with", *(mode.name for mode in MODE_TABLE)], rows)
 
 
 # -- the manual API: what the tables of its shim say ----------------------------------------------------------------------
@@ -283,13 +323,16 @@ PARTS: dict[str, Callable[[], str]] = {
     "mode-table": mode_table,
     "call-table": call_table,
     "nesting-table": nesting_table,
-    "state-diagram": state_diagram,
     "transition-table": transition_table,
     "optimizer-table": optimizer_table,
     "legacy-policy-table": legacy_policy_table,
     "legacy-value-table": legacy_value_table,
     "fault-table": fault_table,
 }
+
+
+PICTURES: dict[str, Callable[[], str]] = {"images/modes.svg": state_picture}
+"""File to what draws it."""
 
 
 def generate(text: str) -> str:
@@ -314,6 +357,11 @@ def main() -> int:
             stale.append(page.name)
             if not options.check:
                 page.write_text(made)
+    for name, draw in PICTURES.items():
+        if not (DOCS / name).exists() or (DOCS / name).read_text() != draw():
+            stale.append(name)
+            if not options.check:
+                (DOCS / name).write_text(draw())
     if stale:
         print("out of date:" if options.check else "written:", ", ".join(stale))  # noqa: T201 (a script talks to a person)
     return 1 if stale and options.check else 0
