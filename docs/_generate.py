@@ -106,10 +106,12 @@ def state_picture() -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 380" role="img">',
         "<title>The modes of a policy, and which scope may be opened inside which</title>",
         f"<style>{_STYLE}</style>",
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0 8 4 0 8z" style="fill:#666;stroke:none;marker-end:none;marker-start:none"/></marker>'
-        '<marker id="tail" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="5" markerHeight="5">'
-        '<circle cx="4" cy="4" r="3" fill="#666"/></marker></defs>',
+        (
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            '<path d="M0 0 8 4 0 8z" style="fill:#666;stroke:none;marker-end:none;marker-start:none"/></marker>'
+            '<marker id="tail" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="5" markerHeight="5">'
+            '<circle cx="4" cy="4" r="3" fill="#666"/></marker></defs>'
+        ),
     ]
     for outer, inner in edges:
         x, y, to_x, to_y = _edge(_PLACES[outer], _PLACES[inner])
