@@ -25,6 +25,7 @@ import attrs
 import hypothesis  # noqa: F401 (loaded once, for every fork)
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401 (as above)
 from bites import ROOT, Bite, BiteError, load
