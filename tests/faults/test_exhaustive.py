@@ -40,7 +40,9 @@ def attempt(rig: Rig, case: Case, arm: Callable[[], Any]) -> tuple[Any, bool]:
             rig.device.heal()
             assert rig.policy.health == "ok"
             assert rig.contents() == contents
-    assert rig.contents() == contents
+            if failed:
+                case.make(rig, inner)  # the same again succeeds
+                assert rig.contents() == contents
     return fault, failed
 
 
@@ -60,8 +62,6 @@ def test_a_failure_anywhere_on_the_way_in_is_undone(make: Make, case: Case, kind
                 break
             reached += 1
             assert failed, (operation, k, point)
-            again, _ = attempt(rig, case, lambda: None)
-            assert again is None
     with ExitStack() as stack:
         case.prepare(rig, stack)
         there = rig.on_device()
