@@ -36,7 +36,7 @@ def local_group() -> LocalGroup:
 
 
 def ray_group(num_ranks: int = 2, timeout_seconds: float = 60.0) -> Any:
-    workers = RayWorkers(num_ranks, resources={"CPU": 0.5})
+    workers = RayWorkers(num_ranks, resources={"CPU": 0.5}, parallelize=None)
     group, replies = workers.start(make_plan(), timeout_seconds)
     assert all(isinstance(reply, Ok) for reply in replies), replies
     return group
@@ -229,9 +229,19 @@ def test_a_group_starts_anew_as_it_was_built(losing: tuple[Any, Callable[[int], 
     assert all(isinstance(reply, Ok) for reply in group.call("transition", TRAINING))
 
 
-def test_every_rank_builds_the_weights_of_the_seed(fresh: Any) -> None:
+def test_every_rank_builds_the_weights_of_the_seed(group: Any) -> None:
     torch.manual_seed(3)
-    expected = Tiny().state_dict()
-    for reply in fresh.call("state_dict"):
-        assert reply.value.keys() == expected.keys()
-        assert all(torch.equal(reply.value[name], expected[name]) for name in expected)
+    model, batch = Tiny(), make_batch()
+    logprobs = torch.log_softmax(model(batch["input_ids"])[:, :-1], dim=-1)
+    expected = logprobs.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    group.call("transition", TRAINING)
+    for reply in group.call("get_logprobs", batch):
+        assert torch.allclose(reply.value.value["logprobs"][:, 1:], expected, atol=1e-6)
+
+
+def test_each_rank_can_be_given_a_first_argument_of_its_own(group: Any) -> None:
+    group.call("transition", TRAINING)
+    batches = [make_batch(rank + 2) for rank in range(group.num_ranks)]
+    replies = group.call_each(batches, "get_logprobs", None, mbs=2)
+    assert [len(reply.value.value["logprobs"]) for reply in replies] == [rank + 2 for rank in range(group.num_ranks)]
+    assert all(isinstance(reply, Failed) for reply in group.call_each([{}] * group.num_ranks, "get_logprobs"))
