@@ -263,7 +263,8 @@ def share(
     scopes they rest offloaded. Under "lazy", leaving a scope calls nothing, and what stays is evicted when another tenant's
     scope is entered; under "eager", leaving a scope releases the memory.
 
-    Objects that share already, with each other, stay as they are; others join them.
+    Objects that share already, with each other, stay as they are; others join them. One that was shared alone shares with
+    nobody yet, and joins.
 
     Args:
         *objects: Policies, values and generation objects.
@@ -295,7 +296,7 @@ def share(
     if only_colocated:
         made = tuple(each for each in made if not _has_own_gpus(each))
     sharing = _sharing_of(made, release)
-    joining = [tenant for tenant in made if tenant.group.sharing is None]
+    joining = [tenant for tenant in made if tenant.group.sharing is not sharing]
     for tenant in joining:
         _check_shareable(tenant)
     if len({id(tenant) for tenant in made}) < len(made):
@@ -316,16 +317,18 @@ def _sharing_of(made: tuple[LegacyScopes, ...], release: Literal["lazy", "eager"
         ConfigError: They are in different groups, or release otherwise.
     """
     there = {id(tenant.group.sharing): tenant.group.sharing for tenant in made if tenant.group.sharing is not None}
-    if len(there) > 1:
+    crowded = [sharing for sharing in there.values() if not sharing.is_alone()]
+    if len(crowded) > 1:
         raise ConfigError(
             f"share({', '.join(map(repr, made))}): they share their GPUs with different others already",
             (),
             "share(policy, value_model, policy_generation)  # all of them, before the loop",
         )
-    sharing = next(iter(there.values()), None) or Sharing(release or "lazy")
-    if release is not None and release != sharing.release:
+    sharing = next(iter([*crowded, *there.values()]), None) or Sharing(release or "lazy")
+    asked = {release or sharing.release, *(other.release for other in there.values())}
+    if asked != {sharing.release}:
         raise ConfigError(
-            f"share(release={release!r}): they share their GPUs already, under another release",
+            f"share({f'release={release!r}' if release else '...'}): they share their GPUs already, under another release",
             (f"release is {sharing.release!r}",),
             f"share(policy, policy_generation, release={sharing.release!r})",
         )

@@ -58,6 +58,10 @@ class Sharing:
         self._tenants.append(tenant)
         tenant.group.sharing = self
 
+    def is_alone(self) -> bool:
+        """Whether there are no two tenants: then nobody shares anything yet."""
+        return sum(tenant.group.is_alive for tenant in self._tenants) < 2
+
     def part(self, group: LegacyGroup) -> None:
         """A tenant leaves."""
         self._tenants = [tenant for tenant in self._tenants if tenant.group is not group]
