@@ -252,7 +252,9 @@ def test_the_import_stands_behind_the_others() -> None:
 
 def test_names_from_the_configuration() -> None:
     before = "def f(learner, b):\n    learner.prepare_for_training()\n    learner.train(b, None)\n"
-    assert not migrated(before).outcomes
+    unknown = migrated(before)
+    assert [outcome.tenant for outcome in unknown.outcomes] == ["unknown"]
+    assert not unknown.changed
     after = (
         "def f(learner, b):\n    share(learner, only_colocated=True)\n"
         "    with scopes(learner).training_mode():\n        learner.train(b, None)\n"

@@ -25,7 +25,7 @@ from rl_session_migrate.codemod.program import Program
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Names
 from rl_session_migrate.rules import Api, Kind, Tenant
-from rl_session_migrate.sites import HelperSite, Module, Shape, Site, analyse
+from rl_session_migrate.sites import HelperSite, Module, Shape, Site, UnknownSite, analyse
 from rl_session_migrate.tree import children, parse
 
 __all__ = ["Outcome", "Rewritten", "Status", "could_matter", "moving_functions", "rewrite"]
@@ -58,7 +58,7 @@ class Outcome:
     Attributes:
         line: Where it stood, from 1.
         column: Likewise.
-        tenant: "policy", "value" or "engine".
+        tenant: "policy", "value", "engine" or "synchronizer"; "unknown" where that cannot be told.
         method: What was called or named.
         receiver: On what.
         function: In which function.
@@ -179,14 +179,16 @@ class _Rewriter:
         self.num_passes = 0
         self._alive: list[int] = []
         self._found: list[Outcome] = []
+        self._unknown: list[Outcome] = []
 
     @property
     def outcomes(self) -> list[Outcome]:
-        return self._found
+        return sorted([*self._found, *self._unknown], key=lambda outcome: (outcome.line, outcome.column))
 
     def run(self) -> None:
         module = analyse(parse(self.data, self.path), self.names)
         self._found = [_outcome(site) for site in _counted(module)]
+        self._unknown = [_unknown(site) for site in module.unknown]
         self._alive = list(range(len(self._found)))
         while True:
             program = Program(module)
@@ -326,6 +328,20 @@ def _outcome(site: Found) -> Outcome:
         receiver=receiver,
         function=site.function.name or "<module>",
         shape=str(site.shape),
+    )
+
+
+def _unknown(site: UnknownSite) -> Outcome:
+    return Outcome(
+        line=site.position.line,
+        column=site.position.column,
+        tenant="unknown",
+        method=site.method,
+        receiver=site.receiver,
+        function=site.function.name or "<module>",
+        shape=str(site.shape),
+        why=site.why,
+        advice='if it is one, name it in pyproject.toml: [tool.rl-session.migrate] policies = ["..."]',
     )
 
 
