@@ -702,7 +702,11 @@ class Receivers:
         spoken: set[Identity] = set()
         for function in list(self.outline.functions.values()):
             for node in walk(function.node, into_functions=False):
-                if type(node) is cst.Attribute and tenants_of(node.attr.value) and not self._is_self(node.value, function):
+                if (
+                    type(node) is cst.Attribute
+                    and tenants_of(node.attr.value)
+                    and not self._is_self(node.value, function)
+                ):
                     self._note_use(node, function, called, spoken)
         found = {identity: self._tenant_of_use(names, identity in spoken) for identity, names in called.items()}
         self._by_use = {identity: tenant for identity, tenant in found.items() if tenant is not None}

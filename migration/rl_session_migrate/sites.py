@@ -313,7 +313,9 @@ class _Finder:
         call = parents[-1] if is_called else None
         if isinstance(call, cst.Call):
             positional, keywords, _ = arguments(call)
-            rules = [r for r in rules if r.takes is None or (set(keywords) <= r.takes and len(positional) <= len(r.takes))]
+            rules = [
+                r for r in rules if r.takes is None or (set(keywords) <= r.takes and len(positional) <= len(r.takes))
+            ]
         else:
             rules = [rule for rule in rules if _is_handed_on(rule, parents)]
         why = self.receivers.why_unknown(node.value, method, function) if rules else ""
@@ -413,7 +415,7 @@ class _Finder:
             found = self.receivers.of(value, function) if value is not None else None
             if found is None and value is not None:
                 found = self.receivers.by_method(value, role, function)
-            tenants.append(found)
+            tenants.append(found if found is not None and found.tenant is role else None)
         shape = _shape_of_call(parents, node)
         position = self.source.position(node)
         self.helpers.append(

@@ -97,7 +97,9 @@ def test_a_lifecycle_call_of_nobody_who_is_known_is_listed_and_left(code: str, t
     assert not result.changed
     assert result.outcomes
     assert all((o.tenant, str(o.status)) == (tenant, "left") for o in result.outcomes)
-    assert all(("cannot be told" in o.why or "what makes or annotates it" in o.why) and o.advice for o in result.outcomes)
+    assert all(
+        ("cannot be told" in o.why or "what makes or annotates it" in o.why) and o.advice for o in result.outcomes
+    )
 
 
 @pytest.mark.parametrize(

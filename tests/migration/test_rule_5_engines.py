@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rewriting import check, kept, migrated, rewritten
+from rewriting import check, kept, migrated, rewritten, said
 
 
 def test_nothing_happens_to_an_engine_that_is_only_used() -> None:
@@ -56,8 +56,6 @@ def test_a_wake_in_one_arm_and_a_push_in_the_other_lead_to_the_same_scope() -> N
                 with scopes(policy).legacy_refit(policy_generation):
                     refit_policy_generation(policy, policy_generation, colocated)
                 stale = False
-            else:
-                pass
             with scopes(policy_generation).awake():
                 batch = rollout(policy_generation, batch)
             return batch
@@ -205,8 +203,44 @@ def test_a_push_written_out_becomes_the_refit_block(opening: str) -> None:
 
 def test_a_push_under_several_conditions_stays_whole() -> None:
     code = PUSH.format(open="").replace("policy.offload_after_refit()", "if colocated: policy.offload_after_refit()")
-    text = kept(code, "do not stand under one condition", changed=False)
-    assert "scopes(" not in text
+    text = kept(code, "do not stand under one condition")
+    assert text.count("scopes(policy)") == 2
+    # What the first call moved is not believed, and the release is an offload() in its place.
+    assert "policy.offload_before_refit()\n    scopes(policy).forget()\n" in text
+    assert "    if colocated: scopes(policy).offload()\n" in text
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        ("sync(policy)", "handed on with its weights on the device"),
+        ("wait(policy.broadcast_weights_for_collective())", "pushes weights outside a refit block"),
+    ],
+)
+def test_a_release_behind_which_the_weights_are_needed_stays(use: str, why: str) -> None:
+    """It leaves the parameters on the device, and an ``offload()`` in its place would not."""
+    code = "def f(policy, policy_generation, sync):\n    policy.offload_before_refit()\n    {}\n"
+    kept(code.format(use), why, changed=False)
+    assert rewritten(migrated(code.format("return 1")).outcomes)
+
+
+def test_a_push_by_a_synchroniser_inside_a_helper_stands_in_its_callers_block() -> None:
+    code = PUSH.format(open="").replace("policy.offload_after_refit()", "if colocated: policy.offload_after_refit()")
+    code = code.replace("def refit(", "def refit_policy_generation(").replace(
+        "    policy.offload_before_refit()",
+        "    if policy_generation.weight_synchronizer is not None:\n"
+        "            return policy_generation.weight_synchronizer.sync_weights()\n        policy.offload_before_refit()",
+    )
+    result = migrated(
+        code
+        + """
+    def train(policy, policy_generation):
+        refit_policy_generation(policy, policy_generation, True, None)
+    """
+    )
+    assert result.after.decode().count("legacy_refit(") == 1
+    assert result.after.decode().count("share(") == 1  # its callers say who shares
+    assert ("sync_weights", "rewritten") in said(result.outcomes)
 
 
 def test_a_push_that_does_more_in_between_stays_whole() -> None:

@@ -18,7 +18,7 @@ from rl_session_migrate.codemod.program import Doing, Program
 from rl_session_migrate.codemod.scoping import is_pure
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Receiver
-from rl_session_migrate.rules import HELPERS, Api, Kind, Tenant
+from rl_session_migrate.rules import HELPERS, Kind, Tenant
 from rl_session_migrate.sites import Site
 from rl_session_migrate.tree import callee, code, dotted, walk
 
@@ -67,7 +67,7 @@ def finish(facts: Facts, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode],
         statement = _statement_of(site.node, parents)
         if statement is not None:
             _explain(strokes, statement, why)
-    for receiver, node in (*_moved_by_hand(program, plan), *_handed_on(facts)):
+    for receiver, node in (*_moved_by_hand(program, plan), *_saved(facts), *_handed_on(facts)):
         _forget(strokes, receiver, _statement_of(node, parents), parents, spelling)
     for function in program.functions:
         _share(strokes, program, function, spelling)
@@ -106,18 +106,42 @@ def _explain(strokes: _Strokes, statement: cst.CSTNode, why: str) -> None:
 
 def _moved_by_hand(program: Program, plan: Plan) -> Iterator[tuple[Receiver, cst.CSTNode]]:
     """Transitions that stay, of tenants that scopes know."""
-    known = {
+    known = _known(program)
+    for site in plan.left:
+        if not isinstance(site, Site) or site.receiver is None or not site.shape.runs_here:
+            continue
+        if not site.rule.is_lifecycle or site.rule.kind is Kind.NOOP or _is_left_to_callers(program, site):
+            continue
+        if (site.receiver.tenant, site.receiver.identity.path) in known and is_pure(site.receiver):
+            yield site.receiver, site.node
+
+
+def _is_left_to_callers(program: Program, site: Site) -> bool:
+    """Whether a helper makes no call through scopes: its callers' refit blocks know what it leaves behind."""
+    if site.function.simple_name not in HELPERS:
+        return False
+    mine = program.module.sites_in(site.function)
+    return not any(other.receiver is not None and other.receiver.is_scopes for other in mine)
+
+
+def _saved(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
+    """Policies that scopes know and that are saved outside a scope of theirs: a Megatron policy comes in for that, and stays."""
+    known = _known(facts.program)
+    for site in facts.sites:
+        if site.method == "save_checkpoint" and site.rule.tenant is Tenant.POLICY and site.shape.runs_here:
+            receiver = site.receiver
+            is_known = receiver is not None and (receiver.tenant, receiver.identity.path) in known
+            if receiver is not None and is_known and is_pure(receiver) and not facts.is_covered(site):
+                yield receiver, site.node
+
+
+def _known(program: Program) -> set[tuple[Tenant, str]]:
+    """The tenants that scopes know."""
+    return {
         (site.receiver.tenant, site.receiver.identity.path)
         for site in program.module.sites
         if site.receiver is not None and site.receiver.is_scopes
     }
-    for site in plan.left:
-        if not isinstance(site, Site) or site.receiver is None or not site.shape.runs_here:
-            continue
-        if site.function.simple_name in HELPERS or not site.rule.is_lifecycle or site.rule.kind is Kind.NOOP:
-            continue  # a helper's callers know what it leaves behind
-        if (site.receiver.tenant, site.receiver.identity.path) in known and is_pure(site.receiver):
-            yield site.receiver, site.node
 
 
 def _handed_on(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
@@ -233,16 +257,27 @@ def _is_bound_before(function: Function, tenant: Receiver, before: object) -> bo
 
 
 def _is_shared_by_callers(program: Program, function: Function, tenants: list[Receiver]) -> bool:
-    """Whether every caller is in sight and says it: a helper that works on one tenant need not."""
-    callers = program.callers(function)
-    if not callers or len(tenants) > 1:
-        return False
-    if any(site.rule.kind is Kind.REFIT and site.rule.api is Api.SCOPED for site in program.module.sites_in(function)):
-        return False
+    """Whether every caller is in sight and says it of all that it hands over: then a helper need not."""
+    callers = list(_calls_of(program, function))
     names = {parameter.name for parameter in function.parameters}
-    if not all(str(tenant) in names for tenant in tenants):
+    if not callers or not all(str(tenant) in names for tenant in tenants):
         return False
-    return all(caller.function is not function and _tenants(program, caller.function) for caller in callers)
+    for caller, handed in callers:
+        shared = {str(tenant) for tenant in _tenants(program, caller)}
+        is_said = all(str(handed.get(str(tenant))) in shared for tenant in tenants)
+        if caller is function or not (is_said if len(tenants) > 1 else shared):
+            return False
+    return True
+
+
+def _calls_of(program: Program, function: Function) -> Iterator[tuple[Function, Mapping[str, Receiver]]]:
+    """Who calls a function in this module, and what tenants each hands to which parameter."""
+    for caller in program.callers(function):
+        yield caller.function, caller.event.handed
+    for site in program.module.helpers:
+        if program.module.outline.callable_named(site.helper.name, caller=site.function) is function:
+            roles = zip(function.parameters, site.tenants, strict=False)
+            yield site.function, {parameter.name: tenant for parameter, tenant in roles if tenant is not None}
 
 
 def _existing(body: object, spelling: Spelling) -> tuple[cst.SimpleStatementLine, cst.Call] | None:

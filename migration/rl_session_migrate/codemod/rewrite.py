@@ -15,20 +15,30 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.decide import decide
-from rl_session_migrate.codemod.edits import apply
+from rl_session_migrate.codemod.edits import apply, split
 from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
 from rl_session_migrate.codemod.facts import Facts, safe_functions
 from rl_session_migrate.codemod.finish import Spelling, finish
 from rl_session_migrate.codemod.imports import ADAPTER, add_import, spelling
 from rl_session_migrate.codemod.plan import Found, Plan
 from rl_session_migrate.codemod.program import Program
+from rl_session_migrate.codemod.steps import OpenSteps
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Names
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, UnknownSite, analyse
 from rl_session_migrate.tree import children, parse
 
-__all__ = ["Outcome", "Rewritten", "Status", "could_matter", "moving_functions", "rewrite"]
+__all__ = [
+    "STEP_WORDS",
+    "Outcome",
+    "Rewritten",
+    "Status",
+    "could_matter",
+    "handed_in_open_steps",
+    "moving_functions",
+    "rewrite",
+]
 
 MAX_PASSES = 8
 _WORDS = (
@@ -42,6 +52,10 @@ _WORDS = (
     b"refit_policy_generation",
     b"sync_weights",
 )
+
+
+STEP_WORDS = (b"begin_train_step", b"train_microbatches_from_meta", b"finish_train_step", b"keep_train_buffers")
+"""Of which a file mentions one if it keeps a train step open between calls."""
 
 
 class Status(StrEnum):
@@ -141,6 +155,9 @@ def rewrite(
     _check_syntax(data)
     worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or NOWHERE)
     worker.run()
+    if worker.split_in_vain:
+        worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or NOWHERE, splits=False)
+        worker.run()
     after = bom + worker.data
     if data.endswith(b"\r") and not after.endswith(b"\r"):
         after += b"\r"  # the parser does not see a carriage return alone as the end of the last line
@@ -168,8 +185,22 @@ def _check_syntax(data: bytes) -> None:
 
 
 class _Rewriter:
-    def __init__(self, data: bytes, path: str, names: Names | None, elsewhere: Elsewhere) -> None:
+    """One module on its way.
+
+    Args:
+        data: Its bytes.
+        path: Shown in reports.
+        names: Extra names of tenants.
+        elsewhere: Asked about functions that are imported.
+        splits: Whether ``a; b`` may become two lines, where one of them is a transition.
+    """
+
+    def __init__(
+        self, data: bytes, path: str, names: Names | None, elsewhere: Elsewhere, *, splits: bool = True
+    ) -> None:
         self.data = data
+        self._splits = splits
+        self._split: frozenset[int] = frozenset()
         self.path = path
         self.names = names
         self.elsewhere = elsewhere
@@ -185,11 +216,19 @@ class _Rewriter:
     def outcomes(self) -> list[Outcome]:
         return sorted([*self._found, *self._unknown], key=lambda outcome: (outcome.line, outcome.column))
 
+    @property
+    def split_in_vain(self) -> bool:
+        """Whether lines were split and nothing on any of them was rewritten: they might as well stay as they are."""
+        mine = [outcome for outcome in self._found if outcome.line in self._split]
+        return bool(mine) and all(outcome.status is Status.LEFT for outcome in mine)
+
     def run(self) -> None:
+        """Go through the passes."""
         module = analyse(parse(self.data, self.path), self.names)
         self._found = [_outcome(site) for site in _counted(module)]
         self._unknown = [_unknown(site) for site in module.unknown]
         self._alive = list(range(len(self._found)))
+        module = self._apart(module)
         while True:
             program = Program(module)
             plan = decide(program, self.elsewhere)
@@ -205,6 +244,22 @@ class _Rewriter:
         if module.receivers.speaks:  # else it is not even known what in it computes
             self.safe = safe_functions(facts)
         self.data = self._finished(facts, plan)
+
+    def _apart(self, module: Module) -> Module:
+        """The module with a line of its own for each statement beside a transition: a scope takes whole lines."""
+        parents = _parents(module.source.module)
+        lines = {
+            line
+            for site in _counted(module)
+            if isinstance(site, Site) and site.is_statement
+            for line in [_line_of(site.node, parents)]
+            if line is not None and len(line.body) > 1
+        }
+        if not lines or not self._splits:
+            return module
+        self._split = frozenset(module.source.line(line) for line in lines)
+        self.data = split(module.source.module, lines, parents).bytes
+        return analyse(parse(self.data, self.path), self.names)
 
     # -- text ----------------------------------------------------------------------------------------------------
 
@@ -301,6 +356,13 @@ def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
     return parents
 
 
+def _line_of(node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode]) -> cst.SimpleStatementLine | None:
+    here: cst.CSTNode | None = node
+    while here is not None and not isinstance(here, cst.SimpleStatementLine):
+        here = parents.get(here)
+    return here
+
+
 def _counted(module: Module) -> list[Found]:
     """The legacy lifecycle sites of a module: what the migration is about."""
     found: list[Found] = [site for site in module.sites if _is_counted(site)]
@@ -389,6 +451,22 @@ def moving_functions(data: bytes, path: str, names: Names | None = None) -> froz
     )
 
 
+def handed_in_open_steps(data: bytes, path: str, names: Names | None, elsewhere: Elsewhere) -> list[tuple[str, str]]:
+    """The imported functions that a module hands a tenant to while a train step of it is open, and who does it.
+
+    Args:
+        data: Its bytes.
+        path: Shown in errors.
+        names: Extra names of tenants.
+        elsewhere: What is known of other modules.
+
+    Raises:
+        libcst.ParserSyntaxError: It is no Python.
+    """
+    program = Program(analyse(parse(data, path), names))
+    return list(OpenSteps(program, Facts(program, elsewhere).same, elsewhere).handed_in_open_step())
+
+
 def _advice(site: Found) -> str:
     """What to do by hand about a site that stays."""
     if isinstance(site, HelperSite) or site.rule.kind is Kind.REFIT:
@@ -399,4 +477,6 @@ def _advice(site: Found) -> str:
         return "open the scope where the thread runs, or `async with` it around the awaited compute call"
     if site.shape in (Shape.VALUE, Shape.STRING):
         return "make the call in a function of your own, and open the scope there"
+    if site.rule.kind is Kind.OFFLOAD and site.method != "offload_before_refit":
+        return f"scopes({site.receiver}).offload()  # in its place"
     return site.rule.write.format(str(site.receiver), "policy_generation") + "  # around what relies on it"

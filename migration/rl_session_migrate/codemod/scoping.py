@@ -13,6 +13,7 @@ import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Place, Statement, bound_paths, has_stray_await, num_lines
 from rl_session_migrate.codemod.program import Doing, Event, Program
+from rl_session_migrate.codemod.words import SHAPES
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Shape, Site
@@ -124,10 +125,8 @@ def is_pure(receiver: Receiver) -> bool:
 def place_of(body: Block, site: Site) -> Place | str:
     """The statement to wrap for a call, or why it cannot be wrapped, in words."""
     assert site.receiver is not None
-    if site.shape is Shape.STRING:
-        return "the method is named in a string"
-    if site.shape in (Shape.VALUE, Shape.SUBMITTED, Shape.TO_THREAD):
-        return "the method is passed as a value, so that it runs outside any statement"
+    if site.shape in SHAPES and site.shape is not Shape.AWAITED:
+        return SHAPES[site.shape]
     if any(isinstance(parent, cst.GeneratorExp) for parent in site.parents):
         return "a generator expression runs later than the statement it stands in"
     if not is_pure(site.receiver):
