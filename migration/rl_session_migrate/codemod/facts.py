@@ -15,7 +15,7 @@ from rl_session_migrate.codemod.refits import is_covered
 from rl_session_migrate.codemod.scoping import covers
 from rl_session_migrate.codemod.steps import OpenSteps
 from rl_session_migrate.codemod.words import CALLBACK, COROUTINES, SHAPES
-from rl_session_migrate.outline import Function
+from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Shape, Site
@@ -157,13 +157,12 @@ def identity_of(site: Site) -> Identity:
 
 
 def is_registrable(function: Function, receiver: Receiver) -> bool:
-    """Whether a function can name a tenant from its first line on: a parameter, an attribute of self, an outer name."""
+    """Whether a name is one object's from a function's first line to its last: a parameter, of self, an outer name."""
     path = dotted(receiver.node)
     if not receiver.is_single or path is None:
         return False
     root = path.partition(".")[0]
-    parameters = {parameter.name for parameter in function.parameters}
-    return root in parameters or root == function.this or not function.bindings.get(root)
+    return root == function.this or all(binding.by is By.PARAMETER for binding in function.bindings.get(root, ()))
 
 
 def _aliases(program: Program) -> Callable[[Identity, Identity], bool]:

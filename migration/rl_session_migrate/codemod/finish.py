@@ -16,7 +16,7 @@ from rl_session_migrate.codemod.facts import Facts
 from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.program import Doing, Program
 from rl_session_migrate.codemod.scoping import is_pure
-from rl_session_migrate.outline import Function
+from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Receiver
 from rl_session_migrate.rules import HELPERS, Kind, Tenant
 from rl_session_migrate.sites import Site
@@ -70,7 +70,7 @@ def finish(facts: Facts, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode],
     for receiver, node in (*_moved_by_hand(program, plan), *_saved(facts), *_handed_on(facts)):
         _forget(strokes, receiver, _statement_of(node, parents), parents, spelling)
     for function in program.functions:
-        _share(strokes, program, function, spelling)
+        _share(strokes, program, function, spelling, parents)
     module = program.module.source.module
     if not (strokes.above or strokes.behind or strokes.before or strokes.instead):
         return module
@@ -171,7 +171,15 @@ def _forget(
         return
     if any(isinstance(small, (cst.Return, cst.Raise)) for small in statement.body):
         return
-    text = f"{spelling.scopes}({receiver}).forget()"
+    _insert_behind(strokes, statement, parents, f"{spelling.scopes}({receiver}).forget()")
+
+
+def _insert_behind(
+    strokes: _Strokes, statement: cst.CSTNode | None, parents: Mapping[cst.CSTNode, cst.CSTNode], text: str
+) -> None:
+    """A line behind a simple statement, unless it is there."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return
     block = parents[statement]
     assert isinstance(block, (cst.IndentedBlock, cst.Module))
     index = list(block.body).index(statement)
@@ -184,7 +192,13 @@ def _forget(
 # -- who shares the device -----------------------------------------------------------------------------------------
 
 
-def _share(strokes: _Strokes, program: Program, function: Function, spelling: Spelling) -> None:
+def _share(
+    strokes: _Strokes,
+    program: Program,
+    function: Function,
+    spelling: Spelling,
+    parents: Mapping[cst.CSTNode, cst.CSTNode],
+) -> None:
     """One line before the first scope of a function."""
     node = function.node
     if isinstance(node, cst.Lambda):
@@ -195,7 +209,12 @@ def _share(strokes: _Strokes, program: Program, function: Function, spelling: Sp
     if not tenants or first is None or _is_shared_by_callers(program, function, tenants):
         return
     known = [tenant for tenant in tenants if _is_bound_before(function, tenant, body[:first])]
-    names = [str(tenant) for kind in _ORDER for tenant in known if tenant.tenant is kind]
+    rebound = list(_bound_again(program, function, known, body[first:]))
+    known += [other for _, other in rebound if other is not None and _is_bound_before(function, other, body[:first])]
+    names = list(dict.fromkeys(str(tenant) for kind in _ORDER for tenant in known if tenant.tenant is kind))
+    for node, other in rebound:
+        if other is None or str(other) not in names:
+            _insert_behind(strokes, _statement_of(node, parents), parents, _share_line(spelling, names))
     there = _existing(body, spelling)
     if there is not None:
         line, call = there
@@ -254,6 +273,20 @@ def _is_bound_before(function: Function, tenant: Receiver, before: object) -> bo
     assert isinstance(before, (list, tuple))
     above = {here for statement in before for here in walk(statement, into_functions=False)}
     return any(binding.node in above for binding in bindings)
+
+
+def _bound_again(
+    program: Program, function: Function, tenants: list[Receiver], behind: object
+) -> Iterator[tuple[cst.CSTNode, Receiver | None]]:
+    """Where the name of a tenant becomes another object's once scopes are in use, and whose, where that has a name."""
+    assert isinstance(behind, (list, tuple))
+    below = {here for statement in behind for here in walk(statement, into_functions=False)}
+    for name in {str(tenant) for tenant in tenants}:
+        for binding in function.bindings.get(name, []):
+            if binding.by is By.ASSIGN and binding.value is not None and binding.node in below:
+                other = program.module.receivers.of(binding.value, function)
+                is_named = other is not None and dotted(other.node) is not None
+                yield binding.node, other if is_named else None
 
 
 def _is_shared_by_callers(program: Program, function: Function, tenants: list[Receiver]) -> bool:

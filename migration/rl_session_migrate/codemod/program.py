@@ -98,13 +98,18 @@ class Caller:
 
 
 class Program:
-    """A module with the graphs and events of its functions."""
+    """A module with the graphs and events of its functions.
 
-    def __init__(self, module: Module) -> None:
+    Args:
+        module: The module.
+        hands_only: Whether functions matter that only hand tenants on, in a module that does nothing else with them.
+    """
+
+    def __init__(self, module: Module, *, hands_only: bool = False) -> None:
         self.module = module
         self._graphs: dict[int, Graph] = {}
         self._events: dict[tuple[int, int], tuple[Event, ...]] = {}
-        self._calls = _Calls(module)
+        self._calls = _Calls(module, hands_only=hands_only)
         self._callers: dict[int, list[Caller]] | None = None
         self._all: dict[int, tuple[Event, ...]] = {}
 
@@ -183,14 +188,14 @@ class Program:
 class _Calls:
     """Calls and mentions of functions, found in one walk over the module."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, hands_only: bool) -> None:
         self.module = module
         self._mentions: set[int] = set()
         self._called: dict[int, list[Function]] = defaultdict(list)
         self._events: dict[cst.CSTNode, list[Event]] = {}
         self._spoken: set[int] = {id(site.function) for site in module.sites}
         self._spoken |= {id(helper.function) for helper in module.helpers}
-        if module.sites or module.helpers:
+        if module.sites or module.helpers or hands_only:
             self._visit(module.source.module, module.outline.body, None)
         self.relevant = self._relevant()
         self._relevant_ids = {id(function) for function in self.relevant}

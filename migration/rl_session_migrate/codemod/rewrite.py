@@ -463,7 +463,7 @@ def handed_in_open_steps(data: bytes, path: str, names: Names | None, elsewhere:
     Raises:
         libcst.ParserSyntaxError: It is no Python.
     """
-    program = Program(analyse(parse(data, path), names))
+    program = Program(analyse(parse(data, path), names), hands_only=True)
     return list(OpenSteps(program, Facts(program, elsewhere).same, elsewhere).handed_in_open_step())
 
 
