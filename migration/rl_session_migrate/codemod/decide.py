@@ -13,7 +13,7 @@ import libcst as cst
 from rl_session_migrate.codemod.blocks import Statement
 from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
 from rl_session_migrate.codemod.engines import AwakeRun, awake_runs, why_not_a_call
-from rl_session_migrate.codemod.facts import Facts, is_registrable
+from rl_session_migrate.codemod.facts import Facts, is_bound_again, is_registrable
 from rl_session_migrate.codemod.paths import Walker, reasons
 from rl_session_migrate.codemod.plan import Found, Plan
 from rl_session_migrate.codemod.prepares import decide_prepares, is_guarded
@@ -230,7 +230,9 @@ class _Room:
         mine = [other for other in self._facts.program.module.sites_in(site.function) if other.receiver is not None]
         scoped = {str(other.receiver) for other in mine if other.receiver is not None and other.receiver.is_scopes}
         scoped |= self._uses.names_in(mine)
-        return is_registrable(site.function, site.receiver) and site.receiver.identity.path in scoped
+        if not is_registrable(site.function, site.receiver) or is_bound_again(site.function, site.receiver):
+            return False
+        return site.receiver.identity.path in scoped
 
     def _is_placed(self, event: Event) -> bool:
         """Whether a use of the device is a scope of ours, of a tenant that shares it."""

@@ -21,7 +21,7 @@ from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Shape, Site
 from rl_session_migrate.tree import dotted
 
-__all__ = ["Facts", "is_registrable", "safe_functions"]
+__all__ = ["Facts", "is_bound_again", "is_registrable", "safe_functions"]
 
 
 class Facts:
@@ -157,12 +157,19 @@ def identity_of(site: Site) -> Identity:
 
 
 def is_registrable(function: Function, receiver: Receiver) -> bool:
-    """Whether a name is one object's from a function's first line to its last: a parameter, of self, an outer name."""
+    """Whether a function can name a tenant from its first line on: a parameter, an attribute of self, an outer name."""
     path = dotted(receiver.node)
     if not receiver.is_single or path is None:
         return False
     root = path.partition(".")[0]
-    return root == function.this or all(binding.by is By.PARAMETER for binding in function.bindings.get(root, ()))
+    bindings = function.bindings.get(root, [])
+    return root == function.this or not bindings or any(binding.by is By.PARAMETER for binding in bindings)
+
+
+def is_bound_again(function: Function, receiver: Receiver) -> bool:
+    """Whether the name of a tenant may stand for another object later in a function."""
+    root = (dotted(receiver.node) or "").partition(".")[0]
+    return any(binding.by is not By.PARAMETER for binding in function.bindings.get(root, ()))
 
 
 def _aliases(program: Program) -> Callable[[Identity, Identity], bool]:
