@@ -137,7 +137,7 @@ _CLASSES: Mapping[str, tuple[Tenant, Api | None]] = {
     **dict.fromkeys(("TQPolicy", "LegacyPolicy"), (Tenant.POLICY, Api.LEGACY)),
     **dict.fromkeys(("PolicyInterface", "ColocatablePolicyInterface"), (Tenant.POLICY, Api.LEGACY)),
     **dict.fromkeys(("Value",), (Tenant.VALUE, None)),
-    **dict.fromkeys(("ValueInterface", "LegacyValue"), (Tenant.VALUE, Api.LEGACY)),
+    **dict.fromkeys(("ValueInterface", "LegacyValue", "TQValue"), (Tenant.VALUE, Api.LEGACY)),
     "ValueModel": (Tenant.VALUE, Api.SCOPED),
     **dict.fromkeys(
         (
@@ -164,6 +164,8 @@ _COLLECTIONS = frozenset(
 )
 _MAPPINGS = frozenset({"dict", "Dict", "Mapping", "defaultdict"})
 _UNWRAPPED = frozenset({"Optional", "Annotated", "Final", "ClassVar", "Union"})
+_MAYBE_ONE = re.compile(r"Policy|Value(?:Model|Interface)?$|Generation|Synchronizer|Protocol")
+"""Names of classes that may be those of tenants, though no known ones."""
 # What these hold are settings, never the objects themselves.
 _SETTINGS = re.compile(r"(?:\w+_)?(?:cfg|config|conf|args|opts|options|settings|params|hparams)")
 
@@ -514,7 +516,7 @@ class Receivers:
             return Receiver(known[0], identity, Evidence.ANNOTATION, node, known[1])
         if known is not None:
             return known
-        return None if re.search(r"Policy|Value(?:Model|Interface)?$|Generation|Protocol", last) else _NOT
+        return None if _MAYBE_ONE.search(last) else _NOT
 
     def _annotated_generic(
         self, annotation: cst.Subscript, node: cst.BaseExpression, identity: Identity, function: Function
@@ -598,6 +600,8 @@ class Receivers:
             found = self._annotated(binding.annotation, node, identity, binding.function)
             if found is not None:
                 return found
+            if any(isinstance(n, cst.Name) and _MAYBE_ONE.search(n.value) for n in walk(binding.annotation)):
+                return None  # a class that may be a tenant's, wherever the object comes from
         match binding.by:
             case By.PARAMETER:
                 named = self._conventional(node, identity)

@@ -24,7 +24,6 @@ def test_one_run_of_statements_becomes_a_scope() -> None:
         """,
         """
         def f(policy_generation, batch, timer):
-            share(policy_generation, only_colocated=True)
             with timer.time("generation"):
                 with scopes(policy_generation).awake():
                     a = policy_generation.generate(batch)
@@ -72,7 +71,6 @@ def test_a_wake_whose_use_is_not_in_sight_keeps_its_place_and_raises() -> None:
         """,
         """
         def f(policy_generation, actor, batch):
-            share(policy_generation, only_colocated=True)
             scopes(policy_generation).wake()
             wait(actor.rollout.remote(batch))
         """,
@@ -101,8 +99,7 @@ def test_a_wake_with_a_use_on_some_paths_only_keeps_its_place() -> None:
 def test_tags_are_kept() -> None:
     check(
         "def f(policy_generation):\n    policy_generation.prepare_for_generation(tags=['weights'])\n",
-        "def f(policy_generation):\n    share(policy_generation, only_colocated=True)\n"
-        "    scopes(policy_generation).wake(tags=['weights'])\n",
+        "def f(policy_generation):\n    scopes(policy_generation).wake(tags=['weights'])\n",
     )
 
 
@@ -118,7 +115,6 @@ def test_a_sleep_in_finally_keeps_its_place() -> None:
         """,
         """
         def f(policy_generation, batch):
-            share(policy_generation, only_colocated=True)
             scopes(policy_generation).wake()
             try:
                 return policy_generation.generate(batch)
@@ -313,7 +309,6 @@ def test_a_validation_that_may_fail_still_sleeps() -> None:
         """,
         """
         def f(policy_generation, batch):
-            share(policy_generation, only_colocated=True)
             try:
                 with scopes(policy_generation).awake():
                     metrics = validate_all(policy_generation, batch)
@@ -335,7 +330,6 @@ def test_awaited_uses_of_an_engine_are_in_an_async_scope() -> None:
         """,
         """
         async def f(policy_generation, batch):
-            share(policy_generation, only_colocated=True)
             async with scopes(policy_generation).awake():
                 out = await policy_generation.generate(batch)
             return out

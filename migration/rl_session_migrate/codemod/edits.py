@@ -6,6 +6,7 @@ so that nothing else of the file changes. Decides nothing.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ import libcst as cst
 from rl_session_migrate.codemod.blocks import Suite
 from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.scoping import Run
+from rl_session_migrate.tree import dotted
 
 __all__ = ["apply", "comment_line", "line_of", "split"]
 
@@ -196,6 +198,8 @@ class _Editor(cst.CSTTransformer):
                 else []
             )
             return [*_comments_of(old), *inside]
+        if isinstance(old, cst.If) and isinstance(new, cst.If) and _is_emptied(old, new):
+            return _comments_of(old)
         if not isinstance(old, cst.SimpleStatementLine) or not isinstance(new, cst.SimpleStatementLine):
             assert isinstance(new, (cst.BaseStatement, cst.SimpleStatementLine))
             return new
@@ -211,6 +215,14 @@ class _Editor(cst.CSTTransformer):
         return isinstance(small, cst.Expr) and small.value in self._removed
 
 
+def _is_emptied(original: cst.If, updated: cst.If) -> bool:
+    """Whether nothing is left of an ``if`` whose test does nothing but read a name."""
+    test = updated.test.expression if isinstance(updated.test, cst.UnaryOperation) else updated.test
+    if updated.orelse is not None or dotted(test) is None:
+        return False
+    return not _is_only_pass(original.body) and _is_only_pass(updated.body)
+
+
 def _without_empty_else(original: cst.If, updated: cst.If) -> cst.If:
     """An ``else`` of which nothing is left, no comment either, goes."""
     before, after = original.orelse, updated.orelse
@@ -220,9 +232,13 @@ def _without_empty_else(original: cst.If, updated: cst.If) -> cst.If:
 
 
 def _is_pass(branch: cst.Else) -> bool:
-    body = branch.body
+    return not branch.leading_lines and _is_only_pass(branch.body)
+
+
+def _is_only_pass(body: cst.BaseSuite) -> bool:
+    """Whether a block holds nothing but ``pass``, and no comment."""
     lines = body.body
-    if len(lines) != 1 or branch.leading_lines or (isinstance(body, cst.IndentedBlock) and body.header.comment):
+    if len(lines) != 1 or (isinstance(body, cst.IndentedBlock) and body.header.comment):
         return False
     line = lines[0]
     if not isinstance(body, cst.IndentedBlock):
@@ -235,11 +251,15 @@ def _alone(small: cst.BaseSmallStatement) -> cst.BaseSmallStatement:
     return small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
 
 
+_DIRECTIVE = re.compile(r"#\s*(?:type:\s*ignore|noqa|pragma|fmt:|isort:|pylint:|pyright:|mypy:|ruff:)")
+"""Comments that speak to a tool about the line they stand on: they go with it."""
+
+
 def _comments_of(line: cst.CSTNode) -> list[cst.EmptyLine]:
     """The comments of a line, each on a line of its own, and blank lines before them."""
     leading = list(getattr(line, "leading_lines", ()))
     trailing = getattr(line, "trailing_whitespace", None)
-    if trailing is not None and trailing.comment is not None:
+    if trailing is not None and trailing.comment is not None and not _DIRECTIVE.match(trailing.comment.value):
         leading.append(cst.EmptyLine(comment=trailing.comment))
     return leading
 

@@ -286,5 +286,6 @@ def is_our_line(node: cst.CSTNode | None) -> bool:
 
 
 def reasons(failures: Iterable[Failure]) -> str:
-    """The first reasons of several failures, once each."""
-    return "; ".join(list(dict.fromkeys(failure.why for failure in failures))[:2])
+    """The first reason of several failures, and how many more there are."""
+    found = list(dict.fromkeys(failure.why for failure in failures))
+    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")

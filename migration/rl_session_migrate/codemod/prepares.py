@@ -71,7 +71,11 @@ def is_guarded(site: Site, reach: Reach) -> bool:
 def _why_handing_matters(facts: Facts, event: Event) -> str:
     if facts.is_in_sight(event):
         return ""
+    if "self" in event.handed and not isinstance(event.node, cst.Call):
+        return f"{code(event.node)} is used: what is asked of it may need what this brings in"
     name = code(event.node.func) if isinstance(event.node, cst.Call) else "a function"
+    if "self" in event.handed:
+        return f"{name}() is no method that is known: it may need what this brings in"
     return f"what it prepares is handed to {name}(), which is not in sight"
 
 

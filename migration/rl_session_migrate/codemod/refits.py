@@ -106,6 +106,9 @@ def _assemble(block: Block, four: tuple[Site, ...]) -> Push | str:
     opening, closing = block.statements[start : woken + 1], block.statements[end : served + 1]
     middle = block.statements[woken + 1 : end]
     if not middle:
+        inside = any(e.site is not None and e.site.rule.kind is Kind.TRANSFER for s in opening for e in s.events())
+        if inside:
+            return "the transfer stands in the branch of the first two calls of the push"
         return "nothing is transferred between the four calls of the push"
     conditions = {_condition(s, four) for s in (*opening, *closing) if not _is_our_line(s)}
     if None in conditions or len(conditions) != 1:
