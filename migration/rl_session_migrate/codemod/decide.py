@@ -14,6 +14,7 @@ from rl_session_migrate.codemod.blocks import Statement
 from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
 from rl_session_migrate.codemod.engines import AwakeRun, awake_runs, why_not_a_call
 from rl_session_migrate.codemod.facts import Facts, is_bound_again, is_registrable
+from rl_session_migrate.codemod.ours import BY_HAND, handle_of, spoken
 from rl_session_migrate.codemod.paths import Walker, reasons
 from rl_session_migrate.codemod.plan import Found, Plan
 from rl_session_migrate.codemod.prepares import decide_prepares, is_guarded
@@ -68,7 +69,9 @@ class _Pushes:
         for function in self._program.functions:
             body = self._facts.body(function)
             for found in find_pushes(body) if body is not None else ():
-                if isinstance(found, Push):
+                if isinstance(found, Push) and _is_ours(found.sites[0]):
+                    self._keep(function, found.sites[0], BY_HAND)
+                elif isinstance(found, Push):
                     self._take(found)
                 else:
                     self._keep(function, *found)
@@ -101,6 +104,9 @@ class _Pushes:
         if isinstance(found, Site) and function.simple_name in HELPERS and self._stays_by_hand(function):
             self._plan.covered[found] = "the refit block around the call of the helper"
             return
+        if any(handle_of(receiver, function) for receiver in event.receivers()):
+            self._plan.left[found] = BY_HAND
+            return
         body = self._facts.body(function)
         run = helper_run(self._program, function, body, event) if body is not None else CALLBACK
         if self._program.is_callback(function):
@@ -130,6 +136,10 @@ class _Pushes:
         return (has_block or will_have) and all(site in self._plan.remove for site in legacy)
 
 
+def _is_ours(site: Site) -> bool:
+    return site.receiver is not None and bool(handle_of(site.receiver, site.function))
+
+
 # -- engines -------------------------------------------------------------------------------------------------------
 
 
@@ -155,9 +165,12 @@ def _decide_engines(facts: Facts, plan: Plan) -> frozenset[int]:
         if why:
             plan.left[site] = why
         elif site.rule.kind is Kind.SLEEP:
-            plan.replace[site] = f"scopes({site.receiver}).sleep()"
+            assert site.receiver is not None
+            plan.replace[site] = f"{spoken(site.receiver, site.function)}.sleep()"
         elif tags_of(site) is None and _is_made_by_scopes(walker, site, inside):
             plan.remove[site] = "awake()"
+        elif site.receiver is not None and handle_of(site.receiver, site.function):
+            plan.left[site] = "its engine is woken by a scope only, and no run of statements here is one"
         else:
             assert isinstance(site.node, cst.Call)
             arguments = ", ".join(code(argument) for argument in site.node.args)
@@ -212,6 +225,8 @@ class _Room:
             self._plan.left[site] = why
         elif site.rule.kind is Kind.NOOP:
             self._plan.remove[site] = "it does nothing"
+        elif handle_of(site.receiver, site.function):
+            self._plan.replace[site] = f"{spoken(site.receiver, site.function)}.offload()"
         elif self._is_registered(site) and releases.is_made_by_scopes(site):
             self._plan.remove[site] = _ROOM
         else:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from rl_session_migrate.codemod.blocks import Block, blocks_of
 from rl_session_migrate.codemod.elsewhere import Elsewhere, imported_name
 from rl_session_migrate.codemod.engines import place_in
+from rl_session_migrate.codemod.ours import is_in_own_scope
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.refits import is_covered
 from rl_session_migrate.codemod.scoping import covers
@@ -90,7 +91,9 @@ class Facts:
         """Whether a site stands in a scope of its own tenant already."""
         assert site.receiver is not None
         tenant = site.receiver.tenant
-        return covers(self.program, site.withs, site.receiver.identity, lambda receiver: receiver.tenant is tenant)
+        return is_in_own_scope(site) or covers(
+            self.program, site.withs, site.receiver.identity, lambda receiver: receiver.tenant is tenant
+        )
 
     def why_manual(self, site: Site) -> str:
         """Why a tenant cannot be put into scopes where a site stands; "" if it can."""

@@ -20,6 +20,7 @@ from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
 from rl_session_migrate.codemod.facts import Facts, safe_functions
 from rl_session_migrate.codemod.finish import Spelling, finish
 from rl_session_migrate.codemod.imports import ADAPTER, add_import, spelling
+from rl_session_migrate.codemod.ours import handle_of
 from rl_session_migrate.codemod.plan import Found, Plan
 from rl_session_migrate.codemod.program import Program
 from rl_session_migrate.codemod.steps import OpenSteps
@@ -27,7 +28,7 @@ from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Names
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, UnknownSite, analyse
-from rl_session_migrate.tree import children, parse
+from rl_session_migrate.tree import callee, children, parse, walk
 
 __all__ = [
     "STEP_WORDS",
@@ -241,6 +242,7 @@ class _Rewriter:
         self._note_left(module, plan)
         facts = Facts(program, self.elsewhere)
         self.carriers = _carriers(module)
+        self.assumed += _serving_loops(module)
         if module.receivers.speaks:  # else it is not even known what in it computes
             self.safe = safe_functions(facts)
         self.data = self._finished(facts, plan)
@@ -413,6 +415,25 @@ def _is_same(one: Outcome, other: Outcome) -> bool:
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
+def _serving_loops(module: Module) -> list[str]:
+    """Loops whose engine serves others while they work: they say when it blocks training, and scopes do not ask."""
+    found = []
+    for function in module.outline.functions.values():
+        has_scopes = any(s.receiver is not None and s.receiver.is_scopes for s in module.sites_in(function))
+        asked = [
+            n for n in walk(function.node, into_functions=False) if isinstance(n, cst.Call) and callee(n) in _SERVING
+        ]
+        if has_scopes and asked:
+            found.append(
+                f"{callee(asked[0])} in {function.name or 'the module'}: the engine serves others while this loop works; a"
+                " scope of a policy or value on the same GPUs puts it to sleep, so its users must be paused around each"
+            )
+    return found
+
+
+_SERVING = frozenset({"blocks_training", "wake_carries_weight_updates"})
+
+
 def _is_clean(module: Module, function: Function) -> bool:
     """Whether a function that pushes weights makes none of the calls by hand: every push in it stands in a refit block."""
     mine = module.sites_in(function)
@@ -469,6 +490,11 @@ def handed_in_open_steps(data: bytes, path: str, names: Names | None, elsewhere:
 
 def _advice(site: Found) -> str:
     """What to do by hand about a site that stays."""
+    handles = (
+        [handle_of(t, site.function) for t in site.tenants if t is not None] if isinstance(site, HelperSite) else []
+    )
+    if len(handles) == 2 and all(handles):
+        return f"{handles[0]}.refit({handles[1]})  # in its place"
     if isinstance(site, HelperSite) or site.rule.kind is Kind.REFIT:
         return "with scopes(policy).legacy_refit(policy_generation): ...  # around the call"
     if site.rule.kind in (Kind.WAKE, Kind.SLEEP):

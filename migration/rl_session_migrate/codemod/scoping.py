@@ -12,6 +12,7 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Place, Statement, bound_paths, has_stray_await, num_lines
+from rl_session_migrate.codemod.ours import spoken
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.words import SHAPES
 from rl_session_migrate.receivers import Identity, Receiver
@@ -31,7 +32,7 @@ class Want:
 
     Attributes:
         identity: Whose.
-        receiver: The expression to write.
+        receiver: What its scopes are called on: ``scopes(policy)``, or a handle of ours.
         scope: The method that makes it: ``logprob_mode``.
         arguments: What is passed to it.
     """
@@ -79,7 +80,7 @@ def wanted(site: Site) -> Want | None:
         scope = "refit_mode"
     else:
         return None
-    return Want(receiver.identity, str(receiver), scope)
+    return Want(receiver.identity, spoken(receiver, site.function), scope)
 
 
 def covers(
@@ -231,7 +232,7 @@ def _block_runs(program: Program, block: Block, chosen: dict[int, Want]) -> Iter
                 block,
                 item.first,
                 item.last,
-                f"scopes({item.want.receiver}).{item.want.scope}({item.want.arguments})",
+                f"{item.want.receiver}.{item.want.scope}({item.want.arguments})",
                 item.is_async,
             )
 

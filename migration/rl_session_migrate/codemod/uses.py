@@ -129,7 +129,8 @@ class Uses:
             reached: By the call's node, the transitions that it runs on.
         """
         for node, want in self._wants.items():
-            if want.scope == "logprob_mode" and reached.get(node) == {"prepare_for_training"}:
+            is_foreign = want.receiver.startswith("scopes(")  # our own scopes keep what an open step needs
+            if is_foreign and want.scope == "logprob_mode" and reached.get(node) == {"prepare_for_training"}:
                 self._wants[node] = attrs.evolve(want, arguments="keep_train_buffers=True")
 
     def wrap(self) -> None:
