@@ -289,10 +289,10 @@ def test_sharing_is_said_once_and_for_good_reason(session: rs.Session) -> None:
     assert share(policy, value, session=session) == (one, two)
     with pytest.raises(rs.ConfigError, match="under another release"):
         share(policy, release="eager")
-    strangers = share(partner := LegacyPolicy("megatron"), only := LegacyValue("megatron"))
+    strangers = share(LegacyPolicy("megatron"), only := LegacyValue("megatron"))
     with pytest.raises(rs.ConfigError, match="different others"):
         share(policy, only)
-    del strangers, partner
+    del strangers
     with pytest.raises(rs.ConfigError, match="GPUs of its own"):
         share(LegacyGeneration(colocated=False))
     with pytest.raises(rs.ConfigError, match="release"):
@@ -304,26 +304,6 @@ def test_sharing_is_said_once_and_for_good_reason(session: rs.Session) -> None:
     other = LegacyPolicy("megatron")
     with scopes(other, session=session).training_mode(), pytest.raises(rs.ScopeError, match="before the loop"):
         share(other)
-
-
-def test_those_who_were_shared_alone_may_still_meet(session: rs.Session) -> None:
-    gpus = Gpus()
-    policy, value = LegacyPolicy("megatron", gpus=gpus), LegacyValue("megatron", gpus=gpus)
-    (one,), (two,) = share(policy, session=session), share(value, session=session)
-    two.offload()
-    with scopes(policy).training_mode(), pytest.raises(rs.ScopeError, match="before the loop"):
-        share(value, policy)
-    assert one.group.sharing is not two.group.sharing, "nothing was joined by what was refused"
-    assert share(policy, value) == (one, two)
-    assert one.group.sharing is two.group.sharing
-    with scopes(policy).training_mode():
-        policy.train()
-    with scopes(value).training_mode():  # there is room for one: the policy was sent away
-        value.train()
-    assert share(value) == (two,)
-    share(eager := LegacyPolicy("megatron"), session=session, release="eager")
-    with pytest.raises(rs.ConfigError, match="under another release"):
-        share(policy, eager)
 
 
 def test_a_tenant_that_died_holds_nobody_up(session: rs.Session) -> None:

@@ -263,8 +263,7 @@ def share(
     scopes they rest offloaded. Under "lazy", leaving a scope calls nothing, and what stays is evicted when another tenant's
     scope is entered; under "eager", leaving a scope releases the memory.
 
-    Objects that share already, with each other, stay as they are; others join them. One that was shared alone shares with
-    nobody yet, and joins.
+    Objects that share already, with each other, stay as they are; others join them.
 
     Args:
         *objects: Policies, values and generation objects.
@@ -296,7 +295,7 @@ def share(
     if only_colocated:
         made = tuple(each for each in made if not _has_own_gpus(each))
     sharing = _sharing_of(made, release)
-    joining = [tenant for tenant in made if tenant.group.sharing is not sharing]
+    joining = [tenant for tenant in made if tenant.group.sharing is None]
     for tenant in joining:
         _check_shareable(tenant)
     if len({id(tenant) for tenant in made}) < len(made):
@@ -317,22 +316,32 @@ def _sharing_of(made: tuple[LegacyScopes, ...], release: Literal["lazy", "eager"
         ConfigError: They are in different groups, or release otherwise.
     """
     there = {id(tenant.group.sharing): tenant.group.sharing for tenant in made if tenant.group.sharing is not None}
-    crowded = [sharing for sharing in there.values() if not sharing.is_alone()]
-    if len(crowded) > 1:
+    if len(there) > 1:
+        there = _without_loners(made, there)
+    if len(there) > 1:
         raise ConfigError(
             f"share({', '.join(map(repr, made))}): they share their GPUs with different others already",
             (),
             "share(policy, value_model, policy_generation)  # all of them, before the loop",
         )
-    sharing = next(iter([*crowded, *there.values()]), None) or Sharing(release or "lazy")
-    asked = {release or sharing.release, *(other.release for other in there.values())}
-    if asked != {sharing.release}:
+    sharing = next(iter(there.values()), None) or Sharing(release or "lazy")
+    if release is not None and release != sharing.release:
         raise ConfigError(
-            f"share({f'release={release!r}' if release else '...'}): they share their GPUs already, under another release",
+            f"share(release={release!r}): they share their GPUs already, under another release",
             (f"release is {sharing.release!r}",),
             f"share(policy, policy_generation, release={sharing.release!r})",
         )
     return sharing
+
+
+def _without_loners(made: tuple[LegacyScopes, ...], there: dict[int, Sharing]) -> dict[int, Sharing]:
+    """The groups, of which those of one, who shares with nobody yet, give way to the others."""
+    loners = [tenant for tenant in made if tenant.group.sharing is not None and tenant.group.sharing.num_tenants == 1]
+    for tenant in loners:
+        if len(there) > 1 and tenant.group.sharing is not None and not tenant._control.frames:  # noqa: SLF001
+            there = {key: sharing for key, sharing in there.items() if sharing is not tenant.group.sharing}
+            tenant.group.sharing.part(tenant.group)
+    return there
 
 
 def _has_own_gpus(tenant: LegacyScopes) -> bool:
