@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
-import torch.distributed.tensor
+import torch.distributed.tensor  # noqa: F401 (as above)
 from bites import ROOT, Bite, BiteError, load
 
 _TREES = ("rl_session", "migration", "tests", "docs", "examples", "benchmarks")

@@ -147,3 +147,17 @@ def test_a_global_handle_is_registered_once_it_is_made() -> None:
                 POLICY.train(batch, None)
         """,
     )
+
+
+def test_a_handle_of_which_the_methods_contradict_each_other_gets_one_scope() -> None:
+    text = migrated(
+        """
+        import nemo_rl
+        def f(self, b, pool, policy):
+            pool.submit(self.pol.get_logprobs, b)
+            x = self.pol.get_values(b)
+            policy.prepare_for_lp_inference()
+            pool.submit(policy.get_logprobs, b)
+        """
+    ).after.decode()
+    assert text.count("inference_mode()") == 1

@@ -46,12 +46,15 @@ def spoken(receiver: Receiver, function: Function) -> str:
 
 
 def is_in_own_scope(site: Site) -> bool:
-    """Whether a site stands in a scope of the handle that its shim wraps."""
-    handle = handle_of(site.receiver, site.function) if site.receiver is not None else ""
-    if not handle:
+    """Whether a site stands in a scope that is written for what it names, or for the handle that its shim wraps.
+
+    By the text alone: who it is may be known by the method that is called, and not by the scope's.
+    """
+    if site.receiver is None:
         return False
+    mine = {handle_of(site.receiver, site.function), f"scopes({site.receiver})", f"rl_scopes({site.receiver})"} - {""}
     calls = [item.item for with_ in site.withs for item in with_.items if isinstance(item.item, cst.Call)]
     return any(
-        isinstance(call.func, cst.Attribute) and call.func.attr.value in SCOPES and code(call.func.value) == handle
+        isinstance(call.func, cst.Attribute) and call.func.attr.value in SCOPES and code(call.func.value) in mine
         for call in calls
     )
