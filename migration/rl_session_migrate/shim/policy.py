@@ -17,7 +17,7 @@ from rl_session.lifecycle import Cell, Cells, Mode
 from rl_session.policy import Policy
 from rl_session.scope import Scope
 from rl_session_migrate.shim.batch import BatchedDataDict
-from rl_session_migrate.shim.effects import LegacyConfig, policy_effect
+from rl_session_migrate.shim.effects import LegacyConfig, policy_effect, still_freed
 from rl_session_migrate.shim.notice import warn_once
 from rl_session_migrate.shim.shared import sample_shared
 from rl_session_migrate.shim.trainer import Batch, LegacyTrainer
@@ -76,6 +76,8 @@ class LegacyPolicy(LegacyTrainer):
         ConfigError: That is no policy, or there is no such backend.
     """
 
+    _effects = staticmethod(policy_effect)
+
     def __init__(
         self,
         policy: Policy,
@@ -106,7 +108,7 @@ class LegacyPolicy(LegacyTrainer):
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
         del args, kwargs
-        self._lifecycle("prepare_for_training()", policy_effect("prepare_for_training", self._config))
+        self._lifecycle("prepare_for_training")
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Bring the weights to the device, and leave the module in eval.
@@ -122,9 +124,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
-        shown = "keep_train_buffers=True" if keep_train_buffers else ""
-        effect = policy_effect("prepare_for_lp_inference", self._config, keep_train_buffers=bool(keep_train_buffers))
-        self._lifecycle(f"prepare_for_lp_inference({shown})", effect)
+        self._lifecycle("prepare_for_lp_inference", keep_train_buffers=bool(keep_train_buffers))
 
     def finish_inference(self) -> None:
         """Send the weights to the host, and leave the module in eval; optimizer state stays where it is.
@@ -136,7 +136,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("finish_inference()", policy_effect("finish_inference", self._config))
+        self._lifecycle("finish_inference")
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing; that of a value model really offloads.
@@ -164,7 +164,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("offload_before_refit()", policy_effect("offload_before_refit", self._config))
+        self._lifecycle("offload_before_refit")
 
     def offload_after_refit(self) -> None:
         """Send everything to the host, and leave the module in eval.
@@ -176,7 +176,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("offload_after_refit()", policy_effect("offload_after_refit", self._config))
+        self._lifecycle("offload_after_refit")
 
     def offload_to_cpu(self) -> None:
         """As :meth:`offload_after_refit`, under another name.
@@ -187,7 +187,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("offload_to_cpu()", policy_effect("offload_after_refit", self._config))
+        self._lifecycle("offload_after_refit", alias="offload_to_cpu")
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         """What the weights are like: name to (shape, dtype). Moves nothing, in any state.
@@ -411,6 +411,7 @@ class LegacyPolicy(LegacyTrainer):
         keeps = self._config.optimizer_cpu_offload or not with_optimizer
         optimizer = Cell.AS_IS if keeps else Cell.DEVICE
         cells = Cells(weights=Cell.DEVICE, grads=Cell.AS_IS, optimizer=optimizer)
+        cells = still_freed(cells, self._control.resting_cells)
         self._control.switch(Mode.RESIDENT, "save_checkpoint()", site, cells=cells)
         self._control.ask("hold_mode", "train")
 

@@ -36,6 +36,7 @@ class LegacyValue(LegacyTrainer):
 
     _kind = "value"
     _infers = "prepare_for_inference"
+    _effects = staticmethod(value_effect)
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
-        self._lifecycle("prepare_for_training()", value_effect("prepare_for_training", self._config))
+        self._lifecycle("prepare_for_training")
 
     def prepare_for_inference(self) -> None:
         """Bring the weights to the device, and leave the module in eval; optimizer state stays where it is.
@@ -69,7 +70,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
-        self._lifecycle("prepare_for_inference()", value_effect("prepare_for_inference", self._config))
+        self._lifecycle("prepare_for_inference")
 
     def finish_inference(self) -> None:
         """Send the weights to the host; the train flag and optimizer state stay (a policy's leaves the module in eval).
@@ -81,7 +82,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("finish_inference()", value_effect("finish_inference", self._config))
+        self._lifecycle("finish_inference")
 
     def finish_training(self) -> None:
         """Send everything to the host, and leave the module in eval; that of a policy does nothing.
@@ -93,7 +94,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("finish_training()", value_effect("finish_training", self._config))
+        self._lifecycle("finish_training")
 
     def get_values(self, data: Batch, timer: Any = None) -> BatchedDataDict:
         """One value a token.
