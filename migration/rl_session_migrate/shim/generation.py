@@ -39,6 +39,7 @@ GenerationBackend = Literal["vllm", "sglang", "megatron", "trtllm", "dynamo"]
 _SWALLOWS = frozenset({"vllm", "trtllm"})
 """Backends that report a failure to wake or sleep by False."""
 _INSTEAD_OF_WAKING = "with engine.awake(): ...  or with policy.generation_mode(): ... around what generates"
+_PUSH = "policy.refit(engine), which tells both sides and waits for both"
 _INSTEAD_OF_SLEEPING = "nothing: the end of the engine's scope is the way back"
 
 
@@ -46,7 +47,8 @@ class LegacyGeneration:
     """A generation engine of rl_session with the methods of a legacy generation object.
 
     What ``prepare_for_generation`` woke stays awake until ``finish_generation``, or until somebody needs the room; then it is
-    woken again by the next ``generate`` (legacy ran out of memory). Guide: docs/legacy-api.md.
+    woken again by the next ``generate`` (legacy ran out of memory). Reference: docs/legacy-api.md; the way to scopes, in steps:
+    migration/README.md.
 
     Args:
         engine: What ``session.engine(name, engine)`` gave, or an in-process engine (the weights are the policy's then).
@@ -101,12 +103,18 @@ class LegacyGeneration:
 
     @property
     def scoped(self) -> Any:
-        """The engine of rl_session behind this handle."""
+        """The engine of rl_session behind this handle.
+
+        Contract: not of the legacy API; ``awake()`` is its scope. Guide: docs/legacy-api.md.
+        """
         return self._engine
 
     @property
     def cfg(self) -> dict[str, Any]:
-        """The configuration as legacy code reads it, and as ``scopes(policy_generation)`` of the adapter does."""
+        """The configuration as legacy code reads it, and as ``scopes(policy_generation)`` of the adapter does.
+
+        Contract: the keys that lifecycle calls go by. Guide: docs/legacy-api.md.
+        """
         colocated = {"enabled": self._colocated}
         return {
             "backend": self._backend,
@@ -252,21 +260,39 @@ class LegacyGeneration:
         return reset is None or reset() is not False
 
     def suspend_for_refit(self) -> None:
-        """Nothing: a push waits until nothing is in flight."""
+        """Nothing: a push waits until nothing is in flight.
+
+        Contract: returns None (Megatron pauses its engine around a swap of weights). Scope: none; ``policy.refit(engine)`` pauses
+        where it must. Guide: docs/legacy-api.md.
+        """
+        warn_once("policy_generation.suspend_for_refit()", "nothing; policy.refit(engine) pauses where it must")
 
     def resume_after_refit(self) -> None:
-        """Nothing."""
+        """Nothing.
+
+        Contract: returns None, as :meth:`suspend_for_refit` does. Scope: none. Guide: docs/legacy-api.md.
+        """
+        warn_once("policy_generation.resume_after_refit()", "nothing; policy.refit(engine) pauses where it must")
 
     def blocks_training(self) -> bool:
-        """Whether training must wait while it generates: on Megatron, where it shares the policy's devices."""
+        """Whether training must wait while it generates: on Megatron, where it shares the policy's devices.
+
+        Contract: False on every other backend. Guide: docs/legacy-api.md.
+        """
         return self._backend == "megatron" and self._colocated
 
     def wake_carries_weight_updates(self) -> bool:
-        """Whether waking it brings the policy's new weights: where the weights are the policy's own."""
+        """Whether waking it brings the policy's new weights: where the weights are the policy's own.
+
+        Contract: False but on a colocated Megatron engine. Guide: docs/legacy-api.md.
+        """
         return self._backend == "megatron" and self._colocated
 
     def prepare_refit_info(self, state_dict_info: Any = None) -> None:
         """Nothing: a push says of each tensor what it is.
+
+        Contract: takes what ``policy.prepare_refit_info()`` gives, and returns None. Scope: none; delete it. Guide:
+        docs/legacy-api.md.
 
         Args:
             state_dict_info: Taken and not used.
@@ -325,7 +351,10 @@ class LegacyGeneration:
     # -- the rest --------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> bool:
-        """Take the engine out of the session; True."""
+        """Take the engine out of the session; True.
+
+        Contract: the last call of a loop. Scope: the end of ``with rs.Session(...)``. Guide: docs/legacy-api.md.
+        """
         if isinstance(self._engine, EngineHandle):
             self._engine.close()
         return True
@@ -338,14 +367,18 @@ class LegacyGeneration:
         Raises:
             UnsupportedError: The engine has no weights of its own.
         """
+        warn_once("policy_generation.update_weights_via_ipc_zmq()", _PUSH)
         return [self._receive("update_weights_via_ipc_zmq")]
 
     def update_weights_from_collective(self) -> list[Transfer]:
         """As :meth:`update_weights_via_ipc_zmq`, of the policy's ``broadcast_weights_for_collective``.
 
+        Contract: tell both sides, then wait for both. Scope: ``policy.refit(engine)``. Guide: docs/legacy-api.md.
+
         Raises:
             UnsupportedError: The engine has no weights of its own.
         """
+        warn_once("policy_generation.update_weights_from_collective()", _PUSH)
         return [self._receive("update_weights_from_collective")]
 
     def _receive(self, call: str) -> Transfer:

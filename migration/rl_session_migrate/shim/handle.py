@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
+import attrs
+
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site, speaking
 from rl_session.driver.control import Control
 from rl_session.driver.ownership import Token
 from rl_session.errors import ConfigError, OwnershipError, ShimInScopeError, StaleHandleError, UnsupportedError
-from rl_session.lifecycle import Component, Mode, Placement, Tier
+from rl_session.lifecycle import Cell, Component, Mode, Placement, Tier
 from rl_session.policy import TrainableModel
 from rl_session.scope import Scope
 from rl_session.workers.group import LocalGroup
@@ -82,12 +84,18 @@ class LegacyHandle:
 
     @property
     def scoped(self) -> Any:
-        """The policy of rl_session behind this handle."""
+        """The policy or value model of rl_session behind this handle.
+
+        Contract: not of the legacy API; its scopes and its own methods are there. Guide: docs/legacy-api.md.
+        """
         return self._policy
 
     @property
     def cfg(self) -> dict[str, Any]:
-        """The configuration as legacy code reads it, and as ``scopes(policy)`` of the adapter does."""
+        """The configuration as legacy code reads it, and as ``scopes(policy)`` of the adapter does.
+
+        Contract: the keys that lifecycle calls go by, nested as legacy nests them. Guide: docs/legacy-api.md.
+        """
         config = self._config
         is_megatron = config.backend == "megatron"
         return {
@@ -102,13 +110,18 @@ class LegacyHandle:
 
     @property
     def mode(self) -> Mode:
-        """The mode in effect."""
+        """The mode in effect.
+
+        Contract: not of the legacy API. Guide: docs/legacy-api.md.
+        """
         mode: Mode = self._policy.mode
         return mode
 
     @property
     def placement(self) -> Placement:
         """Where each component is.
+
+        Contract: not of the legacy API. Guide: docs/legacy-api.md.
 
         Raises:
             ClosedError: The policy was closed.
@@ -117,12 +130,18 @@ class LegacyHandle:
         return placement
 
     def training_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle; inside it this handle's compute calls may be made."""
+        """The scope of what is behind this handle; inside it this handle's compute calls may be made.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the model. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.training_mode(**options)
         return scope
 
     def offloaded(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle."""
+        """The scope of what is behind this handle.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the model. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.offloaded(**options)
         return scope
 
@@ -140,7 +159,7 @@ class LegacyHandle:
             ShimInScopeError: A scope is open.
             RLSessionError: The transition failed and was rolled back; everything is as it was.
         """
-        effect = type(self)._effects(method, self._config, **flags)
+        effect = self._effects(method, self._config, **flags)
         call = f"{alias or method}({', '.join(f'{name}=True' for name, is_set in flags.items() if is_set)})"
         warn_once(f"{self._kind}.{call}", self._instead(effect))
         with self._turn(call, effect.scope) as site:
@@ -155,7 +174,10 @@ class LegacyHandle:
         reply = self._control.switch(mode, call, site, cells=cells)
         self._control.ask("hold_mode", effect.forwards)
         if reply is not None and destroys_gradients(effect):
-            self._tell_kept(call, site, reply.placement[Component.GRADS])
+            tier = reply.placement[Component.GRADS]
+            if tier is Tier.DEVICE:  # kept for an open step, and the buffer with them: nothing was freed
+                self._control.resting_cells = attrs.evolve(cells, grads=Cell.AS_IS)
+            self._tell_kept(call, site, tier)
 
     def _instead(self, effect: Effect) -> str:
         if effect.scope == "offloaded()":

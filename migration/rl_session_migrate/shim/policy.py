@@ -41,6 +41,8 @@ _BY_NAME = frozenset(
 )
 """What legacy code may call on all workers by name."""
 _NO_LIMIT = 2**63 - 1
+_NO_ENGINE = "nothing; a policy is no engine: the call does nothing"
+_PUSH = "policy.refit(engine), which tells both sides and waits for both"
 
 
 class ShardingAnnotations:
@@ -64,7 +66,7 @@ class LegacyPolicy(LegacyTrainer):
     Each lifecycle call sets where the policy *rests*; scopes come back to that, so that a loop may be migrated block by block.
     A lifecycle call inside an open scope is a ``ShimInScopeError``. What legacy lost in an open train step (gradients) is
     kept, with a record. The log says ``via="shim"`` and where the call stands; the first call at each line warns with the
-    scope to write. May be used from any thread. Guide: docs/legacy-api.md.
+    scope to write. May be used from any thread. Reference: docs/legacy-api.md; the way to scopes, in steps: migration/README.md.
 
     Args:
         policy: The policy, made by ``rl_session.attach`` or a session.
@@ -181,7 +183,8 @@ class LegacyPolicy(LegacyTrainer):
     def offload_to_cpu(self) -> None:
         """As :meth:`offload_after_refit`, under another name.
 
-        Scope: ``with policy.offloaded(): ...``, or nothing. Guide: docs/legacy-api.md.
+        Contract: everything goes to the host, and the module is left in eval; on Megatron ``offload_optimizer_for_refit=False``
+        keeps optimizer state on the device. Scope: ``with policy.offloaded(): ...``, or nothing. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
@@ -203,33 +206,45 @@ class LegacyPolicy(LegacyTrainer):
     # -- the policy as a generation object -------------------------------------------------------------------------------
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Nothing; True. A policy is no engine; see :class:`LegacyGeneration`.
+        """Nothing; True.
+
+        Contract: a policy is no engine, and has nothing to wake; arguments are dropped. Served inside scopes too. Scope: none;
+        delete the call, or make it on the engine's own :class:`LegacyGeneration`. Guide: docs/legacy-api.md.
 
         Args:
             *args: Dropped.
             **kwargs: Dropped.
         """
         del args, kwargs
+        warn_once("policy.prepare_for_generation()", _NO_ENGINE)
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Nothing; True.
 
+        Contract: a policy is no engine, and does not sleep; arguments are dropped. Served inside scopes too. Scope: none;
+        delete the call, or make it on the engine's own :class:`LegacyGeneration`. Guide: docs/legacy-api.md.
+
         Args:
             *args: Dropped.
             **kwargs: Dropped.
         """
         del args, kwargs
+        warn_once("policy.finish_generation()", _NO_ENGINE)
         return True
 
     def invalidate_kv_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Nothing; True.
 
+        Contract: a policy caches nothing of older weights; arguments are dropped. Served inside scopes too. Scope: none;
+        delete the call. Guide: docs/legacy-api.md.
+
         Args:
             *args: Dropped.
             **kwargs: Dropped.
         """
         del args, kwargs
+        warn_once("policy.invalidate_kv_cache()", _NO_ENGINE)
         return True
 
     # -- computing -------------------------------------------------------------------------------------------------------
@@ -327,6 +342,9 @@ class LegacyPolicy(LegacyTrainer):
     def train_from_meta(self, meta: Any, loss_fn: Any, **kwargs: Any) -> dict[str, Any]:
         """As :meth:`train`; ``meta`` is the batch itself (a data plane of its own is not served).
 
+        Contract: needs what ``train`` needs, and leaves what it leaves. Scope: ``with policy.training_mode(): ...``.
+        Guide: docs/legacy-api.md.
+
         Args:
             meta: A mapping of tensors.
             loss_fn: As for :meth:`train`.
@@ -343,6 +361,8 @@ class LegacyPolicy(LegacyTrainer):
     def get_logprobs_from_meta(self, meta: Any, **kwargs: Any) -> None:
         """As :meth:`get_logprobs`; the result is written into ``meta`` under ``prev_logprobs``.
 
+        Contract: returns None. Scope: ``with policy.logprob_mode(): ...``. Guide: docs/legacy-api.md.
+
         Args:
             meta: A mutable mapping of tensors.
             **kwargs: As for :meth:`get_logprobs`.
@@ -355,6 +375,8 @@ class LegacyPolicy(LegacyTrainer):
 
     def get_reference_policy_logprobs_from_meta(self, meta: Any, **kwargs: Any) -> None:
         """As :meth:`get_reference_policy_logprobs`; the result is written into ``meta`` (``reference_policy_logprobs``).
+
+        Contract: returns None. Scope: ``with policy.logprob_mode(): ...``. Guide: docs/legacy-api.md.
 
         Args:
             meta: A mutable mapping of tensors.
@@ -369,6 +391,8 @@ class LegacyPolicy(LegacyTrainer):
 
     def train_microbatches_from_meta(self, meta: Any) -> None:
         """As :meth:`train_microbatches`; ``meta`` is the chunk itself.
+
+        Contract: needs an open step. Scope: ``step.forward_backward(chunk, loss_fn)``. Guide: docs/legacy-api.md.
 
         Args:
             meta: A mapping of tensors.
@@ -416,12 +440,19 @@ class LegacyPolicy(LegacyTrainer):
         self._control.ask("hold_mode", "train")
 
     def finalize_async_save(self) -> None:
-        """Nothing: a checkpoint is complete when :meth:`save_checkpoint` returns. Legacy loops pass it as ``wait_fn``."""
+        """Nothing: a checkpoint is complete when :meth:`save_checkpoint` returns.
+
+        Contract: from any state, and from the thread that gets it as ``wait_fn``. Scope: none; delete it. Guide:
+        docs/legacy-api.md.
+        """
 
     # -- the rest --------------------------------------------------------------------------------------------------------
 
     def get_free_memory_bytes(self) -> int:
         """Free bytes on the device; a very large number where there is no limit.
+
+        Contract: the least over ranks; legacy loops size the bucket of a push by it. Scope: none; ``policy.refit(engine)`` sizes
+        its own. Guide: docs/legacy-api.md.
 
         Raises:
             ClosedError: The policy was closed.
@@ -430,19 +461,30 @@ class LegacyPolicy(LegacyTrainer):
         return _NO_LIMIT if free is None else int(free)
 
     def release_ipc_buffer(self) -> None:
-        """Nothing: no buffer is shared with other processes."""
+        """Nothing: no buffer is shared with other processes.
+
+        Contract: returns None, in any state. Scope: none; delete it. Guide: docs/legacy-api.md.
+        """
 
     def print_node_ip_and_gpu_id(self) -> None:
-        """Print the device of each rank."""
+        """Print the device of each rank.
+
+        Contract: returns None, in any state. Guide: docs/legacy-api.md.
+        """
         print(f"{self._control.label}: {self._control.group.num_ranks} rank(s) on {self._policy.device!r}")  # noqa: T201
 
     @property
     def sharding_annotations(self) -> ShardingAnnotations:
-        """How the policy is spread over ranks."""
+        """How the policy is spread over ranks.
+
+        Contract: ``get_axis_size("data_parallel")`` is the number of ranks, that of any other axis 1. Guide: docs/legacy-api.md.
+        """
         return ShardingAnnotations(self._control.group.num_ranks)
 
     def run_all_workers_single_data(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method by its name; one result a rank.
+
+        Contract: as the method itself; arguments by keyword only. Scope: that of the method. Guide: docs/legacy-api.md.
 
         Args:
             method_name: One of the lifecycle methods.
@@ -461,6 +503,8 @@ class LegacyPolicy(LegacyTrainer):
 
     def calibrate_qkv_fp8_scales(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not served, as on DTensor.
+
+        Contract: raises, as DTensor's does. Guide: docs/legacy-api.md.
 
         Args:
             *args: Dropped.
@@ -486,10 +530,14 @@ class LegacyPolicy(LegacyTrainer):
             ModeError: The weights are away; the message names the missing legacy call and the scope.
         """
         del kv_scales
+        warn_once("policy.stream_weights_via_ipc_zmq(...)", _PUSH)
         return [self._send(int(buffer_size_bytes))]
 
     def broadcast_weights_for_collective(self, kv_scales: Any = None) -> list[Transfer]:
         """As :meth:`stream_weights_via_ipc_zmq`, to an engine with devices of its own.
+
+        Contract: needs the weights on the device; nothing moves. Tell both sides, then wait for both. Scope:
+        ``policy.refit(engine)``. Guide: docs/legacy-api.md.
 
         Args:
             kv_scales: Taken and not used.
@@ -498,6 +546,7 @@ class LegacyPolicy(LegacyTrainer):
             ModeError: The weights are away; the message names the missing legacy call and the scope.
         """
         del kv_scales
+        warn_once("policy.broadcast_weights_for_collective()", _PUSH)
         return [self._send(None)]
 
     def _send(self, nbytes: int | None) -> Transfer:
@@ -538,17 +587,26 @@ class LegacyPolicy(LegacyTrainer):
     # -- scopes, for loops that are half migrated ------------------------------------------------------------------------
 
     def logprob_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle; inside it this handle's compute calls may be made."""
+        """The scope of the policy behind this handle; inside it this handle's compute calls may be made.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the policy. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.logprob_mode(**options)
         return scope
 
     def refit_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle."""
+        """The scope of the policy behind this handle.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the policy. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.refit_mode(**options)
         return scope
 
     def generation_mode(self, *args: Any, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle."""
+        """The scope of the policy behind this handle.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the policy. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.generation_mode(*args, **options)
         return scope
 

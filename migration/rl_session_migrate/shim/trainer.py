@@ -36,6 +36,7 @@ __all__ = ["LegacyTrainer"]
 
 Batch = Mapping[str, Any]
 
+_STEPS = "with {0}.training_mode(): ... and in it with {0}.begin_step() as step: step.forward_backward(chunk, loss_fn)"
 _EVALUATES = "train(eval_mode=True)"
 _NEEDS = {"forward_backward": (Component.PARAMS, Component.BUFFERS, Component.GRADS)}
 """Where legacy needed less than the library's own table says."""
@@ -170,8 +171,10 @@ class LegacyTrainer(LegacyHandle):
         """Make ``B / gbs`` optimizer steps and one scheduler step; or only compute the loss, with ``eval_mode``.
 
         Contract: needs weights (and, to train, gradients and optimizer state) on the device, as ``prepare_for_training()``
-        brings them; leaves the module in train, or in eval with ``eval_mode``; gradients are gone afterwards (a flat buffer
-        is zero). Scope: ``with policy.training_mode(): policy.train(batch, loss_fn)``. Guide: docs/legacy-api.md.
+        brings them; on Megatron, with ``eval_mode`` too, not after a call that freed the gradient buffer
+        (``prepare_for_lp_inference()``, every offload). Leaves the module in train, or in eval with ``eval_mode``; gradients are
+        gone afterwards (a flat buffer is zero). Scope: ``with policy.training_mode(): policy.train(batch, loss_fn)``. Guide:
+        docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -228,6 +231,7 @@ class LegacyTrainer(LegacyHandle):
             ModeError: What it needs is away; the message names the missing legacy call and the scope.
         """
         del gbs
+        warn_once(f"{self._kind}.begin_train_step(loss_fn)", _STEPS.format(self._kind))
         with self._computing("begin_train_step", "begin_step", "train"):
             self._refuse_open_step("begin_train_step")
             step: Step = self._policy.begin_step()
@@ -248,6 +252,7 @@ class LegacyTrainer(LegacyHandle):
             ModeError: What it needs is away; the message names the missing legacy call and the scope.
             RLSessionError: As ``Step.forward_backward``.
         """
+        warn_once(f"{self._kind}.train_microbatches(chunk)", "step.forward_backward(chunk, loss_fn)")
         step, plan = self._open("train_microbatches")
         with self._computing("train_microbatches", "forward_backward", None):
             was = self._hold("train")
@@ -278,6 +283,9 @@ class LegacyTrainer(LegacyHandle):
             ModeError: What it needs is away; the message names the missing legacy call and the scope.
             RLSessionError: As ``Step.commit``.
         """
+        warn_once(
+            f"{self._kind}.finish_train_step()", "step.commit(), or the end of with policy.begin_step() as step: ..."
+        )
         step, plan = self._open("finish_train_step")
         if not plan.num_chunks:
             facts = (*self._control.explain()[1], "no chunk was given to it: there is nothing to divide by")
@@ -295,6 +303,9 @@ class LegacyTrainer(LegacyHandle):
         Raises:
             OwnershipError: Another thread has a scope open.
         """
+        warn_once(
+            f"{self._kind}.abort_train_step()", "step.abort(), which with policy.begin_step() does after an exception"
+        )
         step = self._policy.open_step
         if step is not None:
             with self._computing("abort_train_step", "", None):
@@ -320,6 +331,9 @@ class LegacyTrainer(LegacyHandle):
 
     def shutdown(self) -> bool:
         """Give the model back and refuse everything from now on; True.
+
+        Contract: the last call of a loop. Scope: ``policy.close()``, or the end of ``with rs.Session(...)``. Guide:
+        docs/legacy-api.md.
 
         Raises:
             RLSessionError: It could not be given back.

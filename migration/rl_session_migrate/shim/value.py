@@ -22,8 +22,8 @@ __all__ = ["LegacyValue"]
 class LegacyValue(LegacyTrainer):
     """A value model of rl_session with the methods of a legacy value, over the same engine as the scopes.
 
-    Lifecycle calls set where it *rests*, as those of :class:`LegacyPolicy` do; they take no arguments. Guide:
-    docs/legacy-api.md.
+    Lifecycle calls set where it *rests*, as those of :class:`LegacyPolicy` do; they take no arguments. Reference:
+    docs/legacy-api.md; the way to scopes, in steps: migration/README.md.
 
     Args:
         value: The value model, made by ``session.attach_value``.
@@ -138,6 +138,9 @@ class LegacyValue(LegacyTrainer):
             self._save(weights_path, optimizer_path)
 
     def inference_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the value model behind this handle; inside it this handle's compute calls may be made."""
+        """The scope of the value model behind this handle; inside it this handle's compute calls may be made.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the model. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.inference_mode(**options)
         return scope
