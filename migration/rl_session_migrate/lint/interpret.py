@@ -48,7 +48,7 @@ class Judge(Protocol):
         """The function is left for a while."""
         ...
 
-    def named(self, path: Path, name: str) -> Path:
+    def named(self, path: Path, event: Named) -> Path:
         """A name is read."""
         ...
 
@@ -162,7 +162,7 @@ class Interpreter:
             case Yielded():
                 return [self.judge.yielded(path)]
             case Named():
-                return [self.judge.named(path, event.name)]
+                return [self.judge.named(path, event)]
 
     def _guarded(self, plan: Plan, path: Path, site: Site) -> list[Path]:
         """A site inside an expression that may be left out runs only where the expression gets to it."""

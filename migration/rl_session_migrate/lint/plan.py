@@ -23,13 +23,17 @@ from rl_session_migrate.rules import Api, Kind
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site
 from rl_session_migrate.tree import callee, children, code, dotted, is_string, walk
 
-__all__ = ["Call", "Event", "Handed", "Named", "Plan", "Yielded", "assigned_name", "guards"]
+__all__ = ["Call", "Event", "Handed", "Named", "Plan", "Yielded", "assigned_name", "guards", "waits_for"]
 
 _HARMLESS = re.compile(
     r"isinstance|issubclass|hasattr|getattr|id|type|repr|str|print|len|bool|callable"
     r"|.*(?:_log|log_|logger|profile|print|snapshot|metric|describe).*"
 )
 """Calls that only look at what they are handed."""
+
+
+_WAITS = frozenset({"get", "wait", "result", "gather", "run"})
+"""Calls that wait for the futures they are given, or called on."""
 
 
 @attrs.frozen(eq=False)
@@ -71,12 +75,42 @@ class Yielded:
 
 @attrs.frozen(eq=False)
 class Named:
-    """A name is read."""
+    """A name is read.
+
+    Attributes:
+        name: The name.
+        node: Where.
+        waits: What waits for it there, such as ``get``; "" where nothing does.
+    """
 
     name: str
+    node: cst.Name
+    waits: str = ""
 
 
 Event = Site | HelperSite | Call | Handed | Yielded | Named
+
+
+def waits_for(around: Iterable[tuple[cst.CSTNode, cst.CSTNode]]) -> str:
+    """What waits for the futures that stand in these nodes (from the inside); "" where they are only handed around."""
+    for above, below in around:
+        match above:
+            case cst.Call() if callee(above) in _WAITS:
+                return callee(above)
+            case cst.ListComp() | cst.SetComp() | cst.GeneratorExp() if below is above.for_in:
+                found = _wait_in(above.elt)
+            case cst.For() if below is above.iter:
+                found = _wait_in(above.body)
+            case _:
+                found = ""
+        if found or isinstance(above, cst.BaseStatement):
+            return found
+    return ""
+
+
+def _wait_in(node: cst.CSTNode) -> str:
+    calls = (callee(below) for below in walk(node) if isinstance(below, cst.Call))
+    return next((name for name in calls if name in _WAITS), "")
 
 
 def guards(site: Site) -> Iterator[tuple[cst.BaseExpression, bool]]:
@@ -139,7 +173,7 @@ class Plan:
             elif isinstance(piece, cst.Yield):
                 found.append(Yielded(piece))
             elif isinstance(piece, cst.Name) and piece.value in self.pending and piece not in stored:
-                found.append(Named(piece.value))
+                found.append(Named(piece.value, piece, waits_for(self._around(piece))))
         return found
 
     def _scope_of(self, item: cst.BaseExpression) -> Site | None:
@@ -185,6 +219,16 @@ class Plan:
             receiver = self.module.receivers.of(arg.value, self.function)
             if receiver is not None and self.module.receivers.speaks:
                 yield name, receiver
+
+    @cached_property
+    def _parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
+        return {child: node for node in walk(self.function.node, into_functions=False) for child in children(node)}
+
+    def _around(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+        """What is around a node, from the inside, each with what it holds it in."""
+        while (above := self._parents.get(node)) is not None:
+            yield above, node
+            node = above
 
     # -- tests ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +291,7 @@ class Plan:
 
     def _relevant(self) -> frozenset[str]:
         """The conditions worth remembering: those that decide whether an event happens, and where the engine lives."""
-        parents = {child: node for node in walk(self.function.node, into_functions=False) for child in children(node)}
+        parents = self._parents
         busy = _above(
             (n.ast for n in self.graph.nodes if n.ast is not None and (self.events[n.index] or n.index in self.scopes)),
             parents,
