@@ -10,7 +10,7 @@ from itertools import pairwise
 import attrs
 import libcst as cst
 
-from rl_session.lifecycle import may_call, may_nest, scope_to_write
+from rl_session.lifecycle import Mode, may_call, may_nest, scope_to_write
 from rl_session_migrate.lint.interpret import Interpreter
 from rl_session_migrate.lint.phrases import (
     cause,
@@ -43,6 +43,7 @@ class Checks:
         self._interpreter = interpreter
         self._verdicts = verdicts
         self._shared = frozenset(shared(module))
+        self._samples_itself = "InProcessEngine" in module.source.module.code
         self._word_cache: dict[Function, frozenset[str]] = {}
 
     def started(self, path: Path, site: Site, receiver: Receiver) -> tuple[Path, Side | None]:
@@ -147,6 +148,8 @@ class Checks:
         if not state.scopes or site.rule.mode is None:
             return
         outer = state.scopes[-1]
+        if Mode.GENERATION in (outer.mode, site.rule.mode) and not self._samples_itself:
+            return  # an engine may have devices of its own: then everything stays legal beside it
         if not may_nest(outer.mode, site.rule.mode):
             what = f"{site.method}() inside {outer.method}() of line {outer.line}: {site.rule.mode} does not nest in {outer.mode}"
             self._verdicts.say("RLM103", site.node, path, what, f"leave {outer.method}() first")
@@ -183,7 +186,7 @@ class Checks:
         if state.step is None or site.rule.gate != "train":
             return
         what = f"{receiver}.{site.method}() while the train step of line {state.step.position.line} is open"
-        if receiver.api is not Api.SCOPED:
+        if state.step.rule.api is Api.LEGACY:
             why = "it zeroes the gradients before each global batch, in evaluation too: the chunks so far are lost"
             self._verdicts.say("RLM004", site.node, path, what, "finish or abort the step first", why)
         elif not is_evaluation(site):

@@ -241,7 +241,7 @@ class PathJudge:
         after = state
         if bad:  # the path ends there in truth: what follows would only repeat it
             after = attrs.evolve(state, at=At.UNKNOWN, by=None)
-        if site.rule.kind is Kind.STEP:
+        if site.rule.kind is Kind.STEP and not (bad and site.rule.gate == "begin_step"):
             after = self._step(path, site, receiver, after)
         is_eval = site.rule.evaluates is True or is_evaluation(site)
         after = attrs.evolve(after, is_used=True, is_eval=is_eval if after.step is not None else False)
@@ -255,7 +255,7 @@ class PathJudge:
         match site.rule.gate:
             case "begin_step":
                 # Asked for under a condition, it may be the condition that keeps it from happening twice.
-                if state.step is not None and not site.conditions:
+                if state.step is not None and not site.conditions and not site.is_conditional:
                     what = f"{name}: the step of line {state.step.position.line} is still open"
                     self.verdicts.say("RLM009", site.node, path, what, "finish or abort the open step first")
                 return attrs.evolve(state, step=site, ended=None)
