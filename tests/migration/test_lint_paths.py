@@ -493,3 +493,26 @@ def test_the_attention_of_a_reader_is_drawn_to_what_decides() -> None:
         "policy.calibrate_qkv_fp8_scales() after finish_inference() on line 7 sent the parameters away, "
         "when `step >= warm` on line 8 is false"
     )
+
+
+@pytest.mark.parametrize("reset", ["", "stale = maybe()"])
+def test_a_test_of_two_names_comes_out_the_same_again_until_one_of_them_is_assigned(reset: str) -> None:
+    text = f"""
+        def f(policy, gen, batches, need, loss):
+            stale = True
+            for batch in batches:
+                if need and stale:
+                    refit_policy_generation(policy, gen, True)
+                    stale = False
+                else:
+                    policy.offload_after_refit()
+                    gen.prepare_for_generation()
+                if batch is None:
+                    {reset or "pass"}
+                    continue
+                gen.finish_generation()
+                policy.prepare_for_training()
+                stale = True
+                policy.train(batch, loss)
+    """
+    assert codes(text) == (["RLM011"] if reset else [])

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 
 import rl_session as rs
 from rl_session.testing import EmulatedDevice
-from rl_session_migrate import BatchedDataDict, LegacyConfig, LegacyGeneration, LegacyPolicy, LegacyValue, as_loss_fn
+from rl_session_migrate import (
+    BatchedDataDict,
+    LegacyConfig,
+    LegacyGeneration,
+    LegacyPolicy,
+    LegacySynchronizer,
+    LegacyValue,
+    as_loss_fn,
+)
 
 quiet = pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
 
@@ -433,7 +441,9 @@ def test_a_legacy_batch_has_the_methods_that_loops_use() -> None:
     assert "rewards" in data
     part = data.slice(1, 3)
     assert (part.size, part["names"], part["scale"]) == (2, ["b", "c"], 2.0)
-    assert data.repeat_interleave(2)["names"] == ["a", "a", "b", "b", "c", "c"]
+    assert BatchedDataDict[int] is BatchedDataDict
+    assert data.get_multimodal_dict(as_tensors=True) == {}
+    assert data.repeat_interleave(2, share_immutable_media=True)["names"] == ["a", "a", "b", "b", "c", "c"]
     assert data.select_indices([2, 0])["input_ids"].tolist() == [[4, 5], [0, 1]]
     assert [each.size for each in data.make_microbatch_iterator(2)] == [2, 1]
     assert data.chunk(2, 3)["names"] == ["c"]
@@ -494,7 +504,11 @@ def test_a_checkpoint_can_be_loaded_again_and_says_where_the_optimizer_is(
     rig.legacy.offload_to_cpu()
     saved = rig.policy.state_dict()
     result = rig.legacy.save_checkpoint(
-        weights_path=str(tmp_path / "w"), optimizer_path=str(tmp_path / "o"), tokenizer_path="t", checkpointing_cfg={}
+        weights_path=str(tmp_path / "w"),
+        optimizer_path=str(tmp_path / "o"),
+        tokenizer_path="t",
+        checkpointing_cfg={},
+        is_final_checkpoint=True,
     )
     assert result is None
     assert str(tmp_path / "w") in (tmp_path / "o" / "READ_ME.txt").read_text(encoding="utf-8")
@@ -806,7 +820,7 @@ def test_calls_that_do_nothing_warn_once_too(make: Make, call: str, instead: str
 # -- help ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [LegacyPolicy, LegacyValue, LegacyGeneration])
+@pytest.mark.parametrize("kind", [LegacyPolicy, LegacyValue, LegacyGeneration, LegacySynchronizer])
 def test_help_gives_the_contract_of_every_method_and_where_to_read_on(kind: type) -> None:
     text = pydoc.plain(pydoc.render_doc(kind))
     names = [name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]

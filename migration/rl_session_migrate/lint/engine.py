@@ -84,9 +84,9 @@ def lint_text(text: str | bytes, path: str = "<string>", config: LintConfig | No
 
 
 def _check(module: Module) -> Iterator[Finding]:
+    yield from check_syntax(module)
     if not module.sites and not module.helpers:
         return
-    yield from check_syntax(module)
     told = set()
     plans: dict[Function, Plan] = {}
     for finding in _walk(module, plans, loops=True).verdicts.findings():

@@ -247,6 +247,19 @@ class LegacyPolicy(LegacyTrainer):
         warn_once("policy.invalidate_kv_cache()", _NO_ENGINE)
         return True
 
+    def get_logger_metrics(self) -> dict[str, Any]:
+        """None that a policy keeps as a generation object: an empty dict.
+
+        Contract: what loops log of a step's rollouts. Scope: none. Guide: docs/legacy-api.md.
+        """
+        return {}
+
+    def clear_logger_metrics(self) -> None:
+        """Nothing: none are kept.
+
+        Contract: returns None. Scope: none. Guide: docs/legacy-api.md.
+        """
+
     # -- computing -------------------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: Batch, timer: Any = None) -> BatchedDataDict:
@@ -405,7 +418,12 @@ class LegacyPolicy(LegacyTrainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, weights_path: Any, optimizer_path: Any = None, tokenizer_path: Any = None, checkpointing_cfg: Any = None
+        self,
+        weights_path: Any,
+        optimizer_path: Any = None,
+        tokenizer_path: Any = None,
+        checkpointing_cfg: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Write a checkpoint of weights, optimizer and scheduler state to ``weights_path``.
 
@@ -418,12 +436,13 @@ class LegacyPolicy(LegacyTrainer):
             optimizer_path: A note that points there is written here.
             tokenizer_path: Taken and not used: the tokenizer is the loop's.
             checkpointing_cfg: Taken and not used.
+            **kwargs: Taken and not used, such as ``is_final_checkpoint``.
 
         Raises:
             CheckpointError: ``weights_path`` is something else than a checkpoint or a free name.
             CheckpointWriteError: It could not be written; what stood there still stands.
         """
-        del tokenizer_path, checkpointing_cfg
+        del tokenizer_path, checkpointing_cfg, kwargs
         site = call_site()
         if self._config.backend == "megatron" and not self._control.frames:
             with self._turn("save_checkpoint()", "training_mode()"):
@@ -576,10 +595,12 @@ class LegacyPolicy(LegacyTrainer):
         site = call_site()
         engines: list[InProcessEngine] = self._policy._engines  # noqa: SLF001 (two faces of one policy)
         if len(engines) != 1:
+            names = ", ".join(repr(engine.name) for engine in engines) or "none"
+            make = "" if engines else 'session.engine("sampler", InProcessEngine(policy))  # before; or '
             raise UsageError(
                 f"{self._control.label}: generate() at {site} needs one engine that samples from its own weights",
-                (*self._control.explain()[1], f"there are {len(engines)}"),
-                "LegacyGeneration(engine).generate(batch)  # or: with engine.awake() as e: e.generate(batch)",
+                (*self._control.explain()[1], f"engines that sample from {self._control.label}: {names}"),
+                f"{make}LegacyGeneration(engine).generate(batch)  # or: with engine.awake() as e: e.generate(batch)",
             )
         with speaking("shim", site):
             return sample_shared(engines[0], data, greedy, site, kwargs)

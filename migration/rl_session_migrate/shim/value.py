@@ -117,7 +117,12 @@ class LegacyValue(LegacyTrainer):
         return self._infer("get_values", lambda: self._policy.get_values(data))
 
     def save_checkpoint(
-        self, weights_path: Any, optimizer_path: Any = None, tokenizer_path: Any = None, checkpointing_cfg: Any = None
+        self,
+        weights_path: Any,
+        optimizer_path: Any = None,
+        tokenizer_path: Any = None,
+        checkpointing_cfg: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Write a checkpoint of weights, optimizer and scheduler state to ``weights_path``; nothing moves.
 
@@ -128,12 +133,13 @@ class LegacyValue(LegacyTrainer):
             optimizer_path: A note that points there is written here.
             tokenizer_path: Taken and not used.
             checkpointing_cfg: Taken and not used.
+            **kwargs: Taken and not used, such as ``is_final_checkpoint``.
 
         Raises:
             CheckpointError: ``weights_path`` is something else than a checkpoint or a free name.
             CheckpointWriteError: It could not be written; what stood there still stands.
         """
-        del tokenizer_path, checkpointing_cfg
+        del tokenizer_path, checkpointing_cfg, kwargs
         with speaking("shim", call_site()):
             self._save(weights_path, optimizer_path)
 
