@@ -13,7 +13,7 @@ from rl_session.lifecycle import Mode
 from rl_session_migrate.lint.checks import Checks
 from rl_session_migrate.lint.interpret import Interpreter
 from rl_session_migrate.lint.phrases import cause, is_evaluation, rests_on_host, woken_tags
-from rl_session_migrate.lint.plan import Handed, Named, assigned_name
+from rl_session_migrate.lint.plan import Handed, Named, Used, assigned_name
 from rl_session_migrate.lint.state import At, OpenScope, Path, State, Step, at_mode, at_woken
 from rl_session_migrate.lint.verdicts import Verdicts
 from rl_session_migrate.receivers import Identity, Receiver
@@ -102,6 +102,11 @@ class PathJudge:
             if not state.scopes:
                 path = path.put(identity, State())
         return path
+
+    def used(self, path: Path, event: Used) -> Path:
+        """A method that no rule knows is called on a tenant: whoever brought it in did not do so for nothing."""
+        identity = event.receiver.identity
+        return self._stir(path.put(identity, attrs.evolve(path.of(identity), is_used=True)), identity)
 
     def named(self, path: Path, event: Named) -> Path:
         """A name that holds futures is read: they are waited for, or somebody else's to wait for."""

@@ -19,11 +19,11 @@ from rl_session_migrate.lint.facts import Conditions
 from rl_session_migrate.lint.state import Path, State, Step
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
-from rl_session_migrate.rules import Api, Kind
+from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site
 from rl_session_migrate.tree import callee, children, code, dotted, is_string, walk
 
-__all__ = ["Call", "Event", "Handed", "Named", "Plan", "Yielded", "assigned_name", "guards", "waits_for"]
+__all__ = ["Call", "Event", "Handed", "Named", "Plan", "Used", "Yielded", "assigned_name", "guards", "waits_for"]
 
 _HARMLESS = re.compile(
     r"isinstance|issubclass|hasattr|getattr|id|type|repr|str|print|len|bool|callable"
@@ -88,7 +88,18 @@ class Named:
     waits: str = ""
 
 
-Event = Site | HelperSite | Call | Handed | Yielded | Named
+@attrs.frozen(eq=False)
+class Used:
+    """A method that no rule knows is called on a tenant.
+
+    Attributes:
+        receiver: The tenant.
+    """
+
+    receiver: Receiver
+
+
+Event = Site | HelperSite | Call | Handed | Yielded | Named | Used
 
 
 def waits_for(around: Iterable[tuple[cst.CSTNode, cst.CSTNode]]) -> str:
@@ -198,13 +209,17 @@ class Plan:
         path = dotted(node.func)
         called = self.module.outline.callable_named(path, caller=self.function) if path else None
         receivers = list(self._handed(node, called))
+        if callee(node) == "remote":  # an actor that has the engine may put it to sleep
+            receivers += [("", engine) for engine in self._engines_elsewhere]
         if called is not None:
             if called.is_generator or (called.is_async and node not in self._awaited):
                 return []  # runs later, piece by piece
             return [Call(node, called, tuple((name, receiver) for name, receiver in receivers if name))]
         chooses = callee(node) == "getattr" and len(node.args) > 1 and is_string(node.args[1].value) is None
         if not receivers or (_HARMLESS.fullmatch(callee(node)) and not chooses):
-            return []
+            on = node.func.value if isinstance(node.func, cst.Attribute) and not receivers else None
+            used = self.module.receivers.of(on, self.function) if on is not None else None
+            return [Used(used)] if used is not None and self.module.receivers.speaks else []
         return [Handed(node, callee(node), tuple(receiver for _, receiver in receivers))]
 
     def _handed(self, node: cst.Call, called: Function | None) -> Iterator[tuple[str, Receiver]]:
@@ -229,6 +244,20 @@ class Plan:
         while (above := self._parents.get(node)) is not None:
             yield above, node
             node = above
+
+    @cached_property
+    def _engines_elsewhere(self) -> tuple[Receiver, ...]:
+        """The engines of this function whose handles it, or a function around it, sends to an actor."""
+        found: dict[Identity, Receiver] = {}
+        for function in self.function.chain():
+            for node in walk(function.node, into_functions=False):
+                if not isinstance(node, cst.Call) or callee(node) != "remote":
+                    continue
+                for arg in node.args:
+                    receiver = self.module.receivers.of(arg.value, function)
+                    if receiver is not None and receiver.tenant is Tenant.ENGINE:
+                        found[receiver.identity] = receiver
+        return tuple(found.values())
 
     # -- tests ---------------------------------------------------------------------------------------------------
 
