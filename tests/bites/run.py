@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
-import hypothesis  # noqa: F401 (loaded once, for every fork)
+import hypothesis
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401 (as above)
+import torch.distributed.tensor
 from bites import ROOT, Bite, BiteError, load
 
+_LOADED = (hypothesis, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor)
+"""Loaded once, for every fork: they take longest."""
 _TREES = ("rl_session", "migration", "tests", "docs", "examples", "benchmarks")
 _PYTEST = ("-q", "--no-header", "-p", "no:randomly", "-p", "no:cacheprovider", "--timeout=100", "-W", "default")
 

@@ -79,6 +79,31 @@ def test_an_actor_knows_the_mode_without_being_told(rig: Rig, learner: Any) -> N
     assert ray.get(learner.mode.remote()) == "offloaded"
 
 
+def test_two_actors_that_race_for_a_policy_take_turns_or_are_told(rig: Rig, learner: Any) -> None:
+    import ray
+
+    actors = [learner, ray.remote(num_cpus=0)(Learner).options(name="racer").remote(rig.policy)]
+    start = len(rig.records())
+    waiting = ray.get([actor.learn.remote(30.0) for actor in actors for _ in range(3)])
+    assert all(result["loss"].isfinite().all() for result in waiting)
+    outcomes: list[str] = []
+    for _ in range(3):
+        refs = [actor.learn.remote() for actor in actors]
+        for ref in refs:
+            try:
+                ray.get(ref)
+                outcomes.append("won")
+            except rs.OwnershipError as error:
+                assert "owner: driver:" in error.facts[0]
+                outcomes.append("told")
+    assert outcomes.count("won") >= 3
+    ray.kill(actors[1])
+    records = [r for r in rig.records()[start:] if r.name in ("scope.entered", "scope.exited")]
+    by_time = [r.name for r in sorted(records, key=lambda r: r.mono_ns)]
+    assert by_time == ["scope.entered", "scope.exited"] * (len(by_time) // 2), "two were inside at once"
+    assert len(by_time) == 2 * (6 + outcomes.count("won"))
+
+
 def test_a_policy_left_by_an_actor_that_died_can_be_taken_over(rig: Rig) -> None:
     import ray
 
