@@ -153,7 +153,8 @@ def baseline(copy: Path, bites: Sequence[Bite], seconds: float) -> list[str]:
         return ["the tests did not end in time with every mechanism in place"]
     problems = [f"{node} fails with every mechanism in place: {why}" for node, why in outcome.failed.items()]
     problems += [f"{node or 'the run'} broke: {why}" for node, why in outcome.broken.items()]
-    problems += [f"{test} did not run" for test in tests if not any(_is_of(node, test) for node in outcome.passed)]
+    ended = (*outcome.passed, *outcome.failed)
+    problems += [f"{test} did not run" for test in tests if not any(_is_of(node, test) for node in ended)]
     return problems
 
 
