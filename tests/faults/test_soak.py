@@ -90,7 +90,7 @@ class Loop:
             self.session._run.pool.held_bytes,
             self.device.peak,
             self.device.resident_bytes,
-            len(os.listdir("/proc/self/fd")),
+            len(list(Path("/proc/self/fd").iterdir())),
             num_tensors,
         )
 
