@@ -132,8 +132,7 @@ def innermost(tree: ast.Module, has: object) -> list[str]:
     """Functions of which ``has`` holds, and of no function inside them."""
     found = []
     for function in functions(tree):
-        inside = [node for node in functions(function) if node is not function]
-        if has(function) and not any(has(node) for node in inside):  # type: ignore[operator]
+        if has(function) and not any(has(node) for node in functions(function) if node is not function):  # type: ignore[operator]
             found.append(function.name)
     return found
 

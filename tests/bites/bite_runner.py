@@ -202,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name them and stop")
     parser.add_argument("--seconds", type=float, default=150.0, help="the most for the tests of one bite")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy goes
     chosen = [bite for bite in load() if bite.matches(tuple(options.words))]
     if options.list or not chosen:
         print("\n".join(f"{bite.area}: {bite.mechanism}" for bite in chosen) or "no bite has these words")

@@ -278,3 +278,17 @@ def test_faults_can_be_set_on_one_rank(make: MakeRig) -> None:
         rig.train()
     rank_device(rig.policy, 2).delay(on=False)
     assert rank_device(rig.policy, 2).bytes_in > 0
+
+
+def test_checksums_of_a_rank_are_those_of_its_bytes_wherever_they_are(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2))
+    away = rig.counters("checksums")
+    assert away[0] == away[1], "the ranks hold copies of one model"
+    assert {"embed.weight", "head.weight", "head.bias", "scale"} < away[0].keys()
+    with rig.policy.training_mode():
+        assert rig.counters("checksums") == away
+        rig.train()
+        trained = rig.counters("checksums")
+        assert {name for name in away[0] if trained[0][name] != away[0][name]} >= {"embed.weight", "head.weight"}
+        assert trained[0]["scale"] == away[0]["scale"]
+    assert rig.counters("checksums") == trained
