@@ -29,8 +29,8 @@ def cases() -> Iterator[tuple[str, Callable[[Any, ExitStack], object], Callable[
 
     for rest, scope in itertools.product(("offloaded", "resident"), SCOPES):
         yield f"{rest}, enter {scope}", switching(rest), entering(scope)
-    for scope in ("logprob_mode", "refit_mode", "offloaded"):
-        yield f"training, enter {scope}", entering("training_mode"), entering(scope)
+    for outer, inner in itertools.combinations(SCOPES, 2):  # each may be opened inside those before it
+        yield f"{outer.removesuffix('_mode')}, enter {inner}", entering(outer), entering(inner)
     for start, end in itertools.permutations(("offloaded", "resident", "logprob"), 2):
         yield f"switch {start} to {end}", switching(start), switching(end)
 
