@@ -130,11 +130,11 @@ def sleeps(function: ast.AST) -> bool:
 
 def innermost(tree: ast.Module, has: object) -> list[str]:
     """Functions of which ``has`` holds, and of no function inside them."""
-    found = []
-    for function in functions(tree):
-        if has(function) and not any(has(node) for node in functions(function) if node is not function):  # type: ignore[operator]
-            found.append(function.name)
-    return found
+    return [
+        function.name
+        for function in functions(tree)
+        if has(function) and not any(has(node) for node in functions(function) if node is not function)  # type: ignore[operator]
+    ]
 
 
 def findings(has: object) -> set[str]:
