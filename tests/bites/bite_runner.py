@@ -66,7 +66,7 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             text = _first_line(report)
-            is_test = report.when != "setup" and "Timeout" not in text
+            is_test = report.when != "setup" and "from pytest-timeout" not in text
             (self.outcome.failed if is_test else self.outcome.broken).setdefault(report.nodeid, text)
         elif report.passed and report.when == "call":
             self.outcome.passed.append(report.nodeid)

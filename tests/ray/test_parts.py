@@ -162,6 +162,7 @@ def test_a_late_call_of_an_earlier_holder_is_refused() -> None:
     lease.release(0, None)
     assert lease.holder == FREE
     grant = lease.acquire(7, "another")
+    assert grant.epoch == 2, "what other ranks tell the new holder by"
     lease.check(stamped(7, grant.epoch), Mode.OFFLOADED, "transition")
     with pytest.raises(rs.StaleHandleError):
         lease.check(stamped(0, 1), Mode.OFFLOADED, "transition")
