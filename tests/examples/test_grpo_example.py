@@ -45,6 +45,8 @@ def test_losses_are_the_same_to_the_last_bit_with_and_without_offloading(tmp_pat
     assert moved["eager"] > 0
     assert moved["never"] == 0
     assert f"{moved['eager']:,}" in outputs["eager"], "the table says what the log says"
+    assert str(tmp_path / "eager.html") in outputs["eager"]
+    assert "<title>rl-session timeline</title>" in (tmp_path / "eager.html").read_text(encoding="utf-8")
 
 
 def test_an_interrupt_leaves_a_closed_and_readable_log(tmp_path: Path) -> None:
