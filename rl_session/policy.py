@@ -383,7 +383,7 @@ class Policy(TrainableModel):
 
     Made by :func:`rl_session.attach`, :meth:`Session.attach` or :meth:`Session.policy`. Outside every scope it rests: on the
     host, unless ``base="resident"`` or :meth:`switch` say otherwise. A scope brings in what its mode needs, and gives back
-    what was there before::
+    what was there before:
 
         with policy.generation_mode():       # an engine samples
             rollouts = engine.generate(prompts)
@@ -653,7 +653,7 @@ class _Generating:
 class ValueModel(TrainableModel):
     """A critic: gives one value a token, and trains.
 
-    Made by :meth:`Session.attach_value` or :meth:`Session.value_model`. As :class:`Policy`, with other scopes::
+    Made by :meth:`Session.attach_value` or :meth:`Session.value_model`. As :class:`Policy`, with other scopes:
 
         with value.inference_mode():
             batch |= value.get_values(batch)
