@@ -65,3 +65,13 @@ def test_every_public_name_is_in_the_reference() -> None:
             "rl_session.errors" in whole and issubclass(type(getattr(rs, name)), type) and name.endswith("Error")
         )
         assert name in documented or in_module, f"{name} of {home} is in no page of docs/reference"
+
+
+def test_every_part_of_the_code_is_in_the_design() -> None:
+    text = (DOCS / "design.md").read_text(encoding="utf-8")
+    table = text[text.index("| module | one idea |") : text.index("## A transition")]
+    parts = {path.stem for path in (DOCS.parent / "rl_session").iterdir() if path.suffix == ".py"} - {"__init__"}
+    parts |= {path.parent.name for path in (DOCS.parent / "rl_session").glob("*/__init__.py")}
+    parts |= {path.parent.name for path in (DOCS.parent / "migration" / "rl_session_migrate").glob("*/__init__.py")}
+    assert {"offload", "shim", "scope"} <= parts
+    assert {part for part in parts if not re.search(rf"`[^`]*\b{part}\b", table)} == set()
