@@ -6,6 +6,8 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -82,3 +84,25 @@ def test_every_page_is_in_the_navigation() -> None:
     told = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")}
     assert told == pages
+
+
+def test_the_site_shows_pages_of_elsewhere_and_links_to_them() -> None:
+    site: dict[str, object] = {"__file__": str(ROOT / "docs" / "_site.py")}
+    exec((ROOT / "docs" / "_site.py").read_text(encoding="utf-8"), site)  # noqa: S102
+    markdown: Any = site["on_page_markdown"]
+
+    def page(path: str) -> SimpleNamespace:
+        return SimpleNamespace(file=SimpleNamespace(src_uri=path))
+
+    link = "[a](../../migration/README.md#3-read-the-diff) [b](../../docs/lint.md) [c](attach.md)"
+    assert (
+        markdown(link, page=page("how-to/x.md"))
+        == "[a](../migration.md#3-read-the-diff) [b](../lint.md) [c](attach.md)"
+    )
+    guide = markdown("", page=page("migration.md"))
+    assert guide.startswith("# From a loop")
+    assert "](nemo-rl.md)" in guide
+    content: Any = site["on_page_content"]
+    assert content(
+        "see :meth:<code>Policy.train</code> or :class:<code>~rl_session.Mode</code>, <code>:func:</code>"
+    ) == ("see <code>Policy.train</code> or <code>Mode</code>, <code>:func:</code>")
