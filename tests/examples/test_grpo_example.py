@@ -89,10 +89,3 @@ def test_an_interrupt_leaves_a_closed_and_readable_log(tmp_path: Path) -> None:
         names.count(f"transition.{end}") for end in ("committed", "rolled_back", "failed")
     )
     assert names.count("scope.entered") == names.count("scope.exited")
-
-
-def test_wrong_arguments_are_refused_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        load().main(["--steps", "0"])
-    assert end.value.code == 2
-    assert "at least 1" in capsys.readouterr().err
