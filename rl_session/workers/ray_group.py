@@ -349,7 +349,7 @@ class _Waiting:
         long = f"was still in {self._method}() long after {self._cause}, and was killed"
         slow = f"did not answer {self._method}() within {self._seconds:g} s, and was killed"
         stuck = {ref: rank for ref, rank in self.pending.items() if rank not in self._failed} or dict(self.pending)
-        self._deadline, self._failed = time.monotonic() + _GRACE_SECONDS, {}
+        self._deadline, self._failed = time.monotonic() + _END_SECONDS, {}
         for ref in stuck:
             del self.pending[ref]
         return dict.fromkeys(stuck.values(), long if self._cause else slow)
