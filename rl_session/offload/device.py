@@ -310,18 +310,20 @@ class EmulatedDevice(Device):
         key = storage._cdata
         if key not in self._known:
             self._known[key] = weak_storage(storage)
-        self._total += nbytes - self._resident.get(key, 0)
+        total = self._total = self._total + nbytes - self._resident.get(key, 0)
         self._resident[key] = nbytes
+        if total > self.peak:
+            self.peak = total
 
     def _leave(self, key: int) -> None:
         self._total -= self._resident.pop(key, 0)
 
     def adopt(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Label storages as resident. Adoption never fails: their bytes are there already."""
+        if storages:
+            self._purge()
         for storage in storages:
             self._enter(storage, storage.nbytes())
-        if storages:
-            self.peak = max(self.peak, self._purge())
 
     def forget(self, keys: Sequence[int]) -> None:
         """Take the label off storages that leave the library with their bytes."""
@@ -337,19 +339,19 @@ class EmulatedDevice(Device):
             fault = self._due("allocate") if self._faults else None
             if fault and fault.point == "before":
                 raise fault.error
-            self._check_capacity(self._total, size)
+            if self.capacity is not None:
+                self._check_capacity(self._total, size)
             storage.resize_(size)
             if self._poisons:
                 with library_access():
                     byte_alias(storage).fill_(_POISON)
             self._enter(storage, size)
-            if self._total > self.peak:
-                self.peak = self._total
             if fault:
                 raise fault.error
 
     def _check_capacity(self, resident: int, size: int) -> None:
-        if self.capacity is not None and resident + size > self.capacity:
+        assert self.capacity is not None
+        if resident + size > self.capacity:
             message = (
                 f"emulated device out of memory: tried to allocate {size} bytes, "
                 f"{resident} of {self.capacity} bytes are in use"
@@ -381,9 +383,9 @@ class EmulatedDevice(Device):
     def _copy(self, operation: Literal["copy_out", "copy_in"], pairs: Sequence[CopyPair]) -> None:
         with library_access():
             if not (self._delays or any(fault.operation == operation for fault in self._faults)):
-                aliases = [_as_bytes(there) for there, _ in pairs]
+                aliases = [there if type(there) is Tensor else _as_bytes(there) for there, _ in pairs]
                 hosts = [host for _, host in pairs]
-                self._count(operation, len(pairs), sum(host.numel() for host in hosts))
+                self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                 if pairs:
                     targets, sources = (hosts, aliases) if operation == "copy_out" else (aliases, hosts)
                     torch._foreach_copy_(targets, sources)

@@ -284,7 +284,7 @@ class Ledger:
         for components, units in snapshot.groups.items():
             if not self._is_placed_elsewhere(components):
                 for (tier, clean, floor), lot in self._by_position(units).items():
-                    keys, nbytes = tuple(unit.key for unit in lot), sum(unit.nbytes for unit in lot)
+                    keys, nbytes = tuple([unit.key for unit in lot]), sum([unit.nbytes for unit in lot])
                     facts.append(StorageFacts(keys, components[0], components, nbytes, tier, clean, floor, len(lot)))
         return facts + [self._orphan_facts(unit) for unit in snapshot.orphans]
 

@@ -42,10 +42,10 @@ class _Lot:
 
     def pairs(self) -> list[CopyPair]:
         """What to copy, and where to."""
-        return [
-            (unit.device_bytes(storage), unit.host_bytes())
-            for unit, storage in zip(self.units, self.storages, strict=True)
-        ]
+        for unit, storage in zip(self.units, self.storages, strict=True):
+            if unit.bytes_alias is None:
+                unit.device_bytes(storage)
+        return [(unit.bytes_alias, unit.host.data) for unit in self.units]  # type: ignore[misc, union-attr]
 
 
 _WRITE_WHERE_ALLOWED = "with policy.training_mode(): ...  # write weights there; the next attempt copies this storage"
@@ -104,9 +104,11 @@ class Transaction:
         lots = [_Lot(move, self._units(move)) for move in self.todo.offloads]
         if not lots:
             return
+        for lot in lots:
+            lot.storages = [self.snapshot.storage(unit) for unit in lot.units]
         self.notices += self._unknown_holders(lots)
         for lot in lots:
-            lot.storages = [self._resizable(unit) for unit in lot.units]
+            self._make_resizable(lot)
         copied = [lot for lot in lots if not lot.move.elided]
         self._acquire([unit for lot in copied for unit in lot.units])
         for lot in copied:
@@ -145,22 +147,21 @@ class Transaction:
         held = [
             unit.nbytes
             for lot in lots
-            for unit in lot.units
-            if num_holders(self.snapshot.storage(unit)) > unit.num_known_holders()
+            for unit, storage in zip(lot.units, lot.storages, strict=True)
+            if num_holders(storage) > unit.num_known_holders()
         ]
         if not held:
             return []
         message = "moved storages that something else holds too (a detached view, a live autograd graph)"
         return [Notice("unknown_holders", message, sum(held), len(held))]
 
-    def _resizable(self, unit: Unit) -> torch.UntypedStorage:
-        """The storage of a unit, re-homed first when it cannot be resized (mapped files, numpy arrays)."""
-        storage = self.snapshot.storage(unit)
-        if storage.resizable():
-            return storage
-        home = tensors.rehome(storage, unit.live_aliases())
-        self.ledger.rekey(unit, home, self.snapshot)
-        return home
+    def _make_resizable(self, lot: _Lot) -> None:
+        """Re-home the storages that cannot be resized (mapped files, numpy arrays)."""
+        for index, storage in enumerate(lot.storages):
+            if not storage.resizable():
+                unit = lot.units[index]
+                lot.storages[index] = home = tensors.rehome(storage, unit.live_aliases())
+                self.ledger.rekey(unit, home, self.snapshot)
 
     def _acquire(self, units: Sequence[Unit]) -> None:
         """Give every unit a host buffer; those that have one from before keep it."""

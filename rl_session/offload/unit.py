@@ -96,7 +96,11 @@ class Unit:
 
     def num_known_holders(self) -> int:
         """Owners of the storage that are accounted for: known tensors, and the alias of ours."""
-        return sum(ref() is not None for ref in self.aliases.values()) + (self.bytes_alias is not None)
+        known = 0 if self.bytes_alias is None else 1
+        for ref in self.aliases.values():
+            if ref() is not None:
+                known += 1
+        return known
 
     def host_bytes(self) -> Tensor:
         """The host copy, a uint8 tensor; there must be one."""

@@ -85,7 +85,8 @@ class Watch:
     def _lay_to_rest(self, units: Iterable[Unit]) -> None:
         for unit in units:
             unit.resters.add(self._ledger)
-            self.cover(unit)
+            if unit.has_live_bytes:
+                self.cover(unit)
 
     def _end_exposure(self) -> None:
         if self.stance is Stance.EXPOSED:
@@ -94,27 +95,24 @@ class Watch:
     def _leave_rest(self, *, hands_over: bool) -> None:
         """Judge what was at rest. A barrier that a partner at rest needs stays, unless it ``hands_over`` to a writer."""
         is_changed = False
-        for unit in self._ledger.own_units():
-            if self._ledger in unit.resters:
-                is_changed |= not self._is_intact(unit)
-                unit.resters.discard(self._ledger)
+        ledger = self._ledger
+        for unit in ledger.own_units():
+            if ledger in unit.resters:
+                is_changed |= unit.has_live_bytes and not self._is_intact(unit)
+                unit.resters.discard(ledger)
             if unit.is_armed and (hands_over or not unit.resters):
                 unit.lower_barrier()
         if is_changed:
             self.changed()
 
     def _is_intact(self, unit: Unit) -> bool:
-        """Whether a unit that somebody has at rest is known to hold the weights it held."""
-        if unit.is_armed and unit.look_at_barrier():
-            return True
-        return not unit.has_live_bytes or not (unit.key in self._weights or len(unit.needs) > 1)
+        """Whether a unit on the device that somebody has at rest is known to hold the weights it held."""
+        return (unit.is_armed and unit.look_at_barrier()) or not (unit.key in self._weights or len(unit.needs) > 1)
 
     def cover(self, unit: Unit) -> None:
         """Put a barrier up around a unit at rest, or distrust its host copy."""
-        if not unit.has_live_bytes:
-            return
         is_wanted = unit.host_valid or (self._is_asked and unit.key in self._weights)
-        if unit.look_at_barrier() or not is_wanted:
+        if unit.look_at_barrier() or not is_wanted or not unit.has_live_bytes:
             return
         if not unit.raise_barrier():
             unit.host_valid = False
@@ -162,7 +160,7 @@ class Watch:
 
         Call under :func:`~rl_session.offload.tensors.library_access`.
         """
-        touched = [unit for unit in snapshot.found() if unit.resters and not self._is_intact(unit)]
+        touched = [u for u in snapshot.found() if u.resters and u.has_live_bytes and not self._is_intact(u)]
         if self.stance is Stance.AT_REST:
             self._lay_to_rest(unit for unit in snapshot.found() if self._ledger not in unit.resters)
         before = self._marks
