@@ -29,6 +29,13 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert generator().generate(text) == text, "run: python docs/_generate.py"
 
 
+def test_generated_pictures_are_up_to_date() -> None:
+    pictures = generator().PICTURES
+    assert "images/modes.svg" in pictures
+    for name, draw in pictures.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == draw(), "run: python docs/_generate.py"
+
+
 def test_a_changed_cell_is_noticed() -> None:
     text = (DOCS / "lifecycle.md").read_text(encoding="utf-8")
     changed = text.replace("| TRAINING | device | device |", "| TRAINING | device | host |")
