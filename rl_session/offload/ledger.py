@@ -320,6 +320,7 @@ class Ledger:
         for ledger in unit.needs:
             if isinstance(ledger, Ledger):
                 ledger._own[key] = ledger._own.pop(unit.key)
+                ledger._memory = None  # should the tensors go back to their old storage, this record is not of it
         unit.key, unit.weak = key, tensors.weak_storage(home)
         unit.is_armed = unit.was_touched = False
         unit.bytes_alias = None
@@ -340,16 +341,22 @@ class Ledger:
     def hide(self, units: Iterable[Unit]) -> None:
         """Make every known tensor over storages refuse to be touched; :meth:`note_of` is what errors then say."""
         for unit in units:
-            for refs in (unit.aliases, unit.wrappers):
-                for ref in refs.values():
+            for ref in unit.aliases.values():
+                if (tensor := ref()) is not None:
+                    hide(tensor)
+            if unit.wrappers:
+                for ref in unit.wrappers.values():
                     if (tensor := ref()) is not None:
                         hide(tensor)
 
     def reveal(self, units: Iterable[Unit]) -> None:
         """Undo :meth:`hide`."""
         for unit in units:
-            for refs in (unit.aliases, unit.wrappers):
-                for ref in refs.values():
+            for ref in unit.aliases.values():
+                if (tensor := ref()) is not None:
+                    reveal(tensor)
+            if unit.wrappers:
+                for ref in unit.wrappers.values():
                     if (tensor := ref()) is not None:
                         reveal(tensor)
 
@@ -369,6 +376,8 @@ class Ledger:
             for ledger in unit.needs:
                 if isinstance(ledger, Ledger):
                     ledger._own.pop(key, None)
+                    if ledger is not self:
+                        ledger._memory = None
         snapshot.discard(keys)
 
     def forget(self, unit: Unit) -> None:
