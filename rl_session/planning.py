@@ -30,7 +30,7 @@ class StorageFacts(NamedTuple):
         tier: Where the bytes are now.
         clean: Whether a host copy with the same bytes exists.
         floor: The highest tier another policy on the device needs it at.
-        count: How many storages.
+        num_storages: How many storages.
     """
 
     key: Hashable
@@ -40,11 +40,11 @@ class StorageFacts(NamedTuple):
     tier: Tier
     clean: bool
     floor: Tier
-    count: int = 1
+    num_storages: int = 1
 
 
 class Move(NamedTuple):
-    """What changes tier: one storage, or ``count`` in the same position; ``elided`` when no byte is copied for it."""
+    """What changes tier: one storage, or ``num_storages`` in the same position; ``elided`` when no byte is copied for it."""
 
     key: Hashable
     component: str
@@ -52,7 +52,7 @@ class Move(NamedTuple):
     from_tier: Tier
     to_tier: Tier
     elided: bool
-    count: int = 1
+    num_storages: int = 1
 
 
 class Moved(NamedTuple):
@@ -136,7 +136,7 @@ def _goal(facts: StorageFacts, target: Placement) -> Tier:
 
 
 def _move(facts: StorageFacts, goal: Tier, *, elided: bool) -> Move:
-    return Move(facts.key, facts.component, facts.nbytes, facts.tier, goal, elided, facts.count)
+    return Move(facts.key, facts.component, facts.nbytes, facts.tier, goal, elided, facts.num_storages)
 
 
 def summarise(moves: Iterable[Move]) -> tuple[Moved, ...]:
@@ -146,7 +146,7 @@ def summarise(moves: Iterable[Move]) -> tuple[Moved, ...]:
     for move in moves:
         key = (move.component, move.from_tier, move.to_tier, move.elided)
         nbytes[key] += move.nbytes
-        count[key] += move.count
+        count[key] += move.num_storages
     return tuple(
         Moved(component, from_tier, to_tier, total, count[component, from_tier, to_tier, elided], elided)
         for (component, from_tier, to_tier, elided), total in nbytes.items()

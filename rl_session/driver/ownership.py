@@ -110,7 +110,9 @@ class Ownership:
         """
         self.check_process(attempted)
         token = self._token
-        if token is None or token.task is not None or token.thread != threading.get_ident():  # else only we could end it
+        if (
+            token is None or token.task is not None or token.thread != threading.get_ident()
+        ):  # else only we could end it
             token = self._wait_for(attempted, call_site, timeout)
         tokens = _found.get()
         if tokens.get(id(self)) is not token:

@@ -113,7 +113,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
         if part is not None and id(part) not in seen:
             seen.add(id(part))
             yield part
-            waiting += part._modules.values()
+            waiting += part._modules.values()  # noqa: SLF001 (children() makes a set and a generator for each)
 
 
 def _add_attributes(found: Gathered, beside: list[Tensor]) -> bool:

@@ -217,7 +217,9 @@ class Ledger:
 
     def _live_gradients(self, snapshot: Snapshot) -> list[Tensor]:
         storages = snapshot.inventory.storages
-        units = (unit for components, group in snapshot.groups.items() if Component.GRADS in components for unit in group)
+        units = (
+            unit for components, group in snapshot.groups.items() if Component.GRADS in components for unit in group
+        )
         entries = (entry for unit in units for entry in storages[unit.key].entries)
         return [e.tensor for e in entries if e.component == Component.GRADS and self.stamps.is_live(e.tensor)]
 
@@ -319,13 +321,23 @@ class Ledger:
         snapshot.rekey(unit, key)
         for ledger in unit.needs:
             if isinstance(ledger, Ledger):
-                ledger._own[key] = ledger._own.pop(unit.key)
-                ledger._memory = None  # should the tensors go back to their old storage, this record is not of it
+                ledger.rename(unit.key, key)
         unit.key, unit.weak = key, tensors.weak_storage(home)
         unit.is_armed = unit.was_touched = False
         unit.bytes_alias = None
         self.device.units[key] = unit
         self.device.adopt([home])
+
+    def rename(self, old: int, new: int) -> None:
+        """A record is of another storage; should its tensors go back to the old one, the last scan holds no more."""
+        self._own[new] = self._own.pop(old)
+        self._memory = None
+
+    def lose(self, key: int, *, is_remembered: bool) -> None:
+        """A record is gone; of gradients, which are found afresh each time, the last scan remembers nothing."""
+        self._own.pop(key, None)
+        if is_remembered:
+            self._memory = None
 
     def own_units(self) -> list[Unit]:
         """Every record of this policy."""
@@ -375,9 +387,7 @@ class Ledger:
             unit.bytes_alias = None
             for ledger in unit.needs:
                 if isinstance(ledger, Ledger):
-                    ledger._own.pop(key, None)
-                    if ledger is not self:
-                        ledger._memory = None
+                    ledger.lose(key, is_remembered=ledger is not self)
         snapshot.discard(keys)
 
     def forget(self, unit: Unit) -> None:

@@ -35,9 +35,7 @@ def capture(engine: Engine, components: Sequence[str]) -> dict[str, HostBuffer]:
                 if unit.tier is Tier.DEVICE:
                     pairs.append((snapshot.storage(unit), buffer.data))
                 else:  # built on the CPU and never moved: its own storage has the bytes
-                    source = (
-                        unit.host.data if unit.host is not None else byte_alias(snapshot.storage(unit))
-                    )
+                    source = unit.host.data if unit.host is not None else byte_alias(snapshot.storage(unit))
                     buffer.data.copy_(source)
             engine.device.copy_out(pairs)
             engine.device.synchronize()
@@ -77,9 +75,7 @@ def replaced(
             unit.lower_barrier()
         saved = _save(engine, snapshot, units)
         try:
-            engine.device.copy_in(
-                [(snapshot.storage(unit), contents[name].data) for name, unit in named.items()]
-            )
+            engine.device.copy_in([(snapshot.storage(unit), contents[name].data) for name, unit in named.items()])
             engine.device.synchronize()
         except BaseException:
             _write_back(engine, snapshot, units)

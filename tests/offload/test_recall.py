@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_session.errors import OffloadedAccessError, UnsupportedError
 from rl_session.lifecycle import Tier
 from rl_session.offload import ledger as ledger_module
-from rl_session.offload.inventory import scan
+from rl_session.offload.inventory import Inventory, Sources, scan
 
 World = Any
 """What ``make`` of the conftest builds."""
@@ -52,7 +52,12 @@ def held(make: Make) -> World:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows with every scan that a look makes."""
     made: list[object] = []
-    monkeypatch.setattr(ledger_module, "scan", lambda sources, **how: (made.append(sources), scan(sources, **how))[1])
+
+    def counted(sources: Sources, **how: bool) -> Inventory:
+        made.append(sources)
+        return scan(sources, **how)
+
+    monkeypatch.setattr(ledger_module, "scan", counted)
     return made
 
 
@@ -270,3 +275,13 @@ def test_gradients_are_freed_by_zero_grad_although_they_were_looked_at(held: Wor
     assert held.optimizer is not None
     held.optimizer.zero_grad()
     assert held.device.resident_bytes < resident
+
+
+def test_a_large_storage_is_freed_when_its_tensor_gets_another_although_it_was_moved(make: Make) -> None:
+    world = make(nn.Linear(300, 300), optimizer=None)
+    world.to(H)
+    world.to(D)
+    weight = world.module.weight
+    resident = world.device.resident_bytes
+    weight.data = torch.ones(300, 300)
+    assert world.device.resident_bytes == resident - weight.nbytes
