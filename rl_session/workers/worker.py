@@ -210,7 +210,7 @@ class Worker:
             if still is not None and still[1] == target:
                 report = MoveReport(before, (), (), 0, ())
             else:
-                report = self.engine.move(snapshot, target)
+                report = self.engine.move(snapshot, target, then=_stance_of(request))
         except BaseException:
             if request.stored is not None or request.leaves_library:
                 self.engine.expose()  # the outer mode stands all the same, and may be one in which anything writes
@@ -314,15 +314,16 @@ class Worker:
     def _after_move(self, request: TransitionRequest, *, is_exposed: bool) -> None:
         """Decide what the host copies are worth from now on; ``is_exposed`` where the caller had all of it before, too."""
         was, self._mode = self._mode, request.mode
-        if not MODE_TABLE[request.mode].read_only:
+        stance = _stance_of(request)
+        if stance is Stance.EXPOSED:
             if MODE_TABLE[was].read_only:
                 self.engine.begin_snapshots()
             if is_exposed:
                 self.engine.watch.changed()
             else:
                 self.engine.expose()
-        elif request.leaves_library or request.mode is Mode.OFFLOADED:
-            self.engine.rest()  # the library does nothing there, and anything else may
+        elif stance is Stance.AT_REST:
+            self.engine.rest()
         else:
             self.engine.protect()
 
@@ -679,6 +680,15 @@ class Worker:
             self._reference.close()
         self.engine.pool.trim()
         self.ranks.close()
+
+
+def _stance_of(request: TransitionRequest) -> Stance:
+    """Who may write once a transition is made."""
+    if not MODE_TABLE[request.mode].read_only:
+        return Stance.EXPOSED
+    if request.leaves_library or request.mode is Mode.OFFLOADED:
+        return Stance.AT_REST  # the library does nothing there, and anything else may
+    return Stance.PROTECTED
 
 
 def _own_rows(result: dict[str, Tensor], share: Share) -> dict[str, Tensor]:
