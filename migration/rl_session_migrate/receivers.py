@@ -156,6 +156,8 @@ _CLASSES: Mapping[str, tuple[Tenant, Api | None]] = {
     **dict.fromkeys(("InProcessEngine", "VLLMEngine"), (Tenant.ENGINE, Api.SCOPED)),
     "WeightSynchronizer": (Tenant.SYNCHRONIZER, Api.LEGACY),
 }
+_SHIMS = {"LegacyPolicy": "policy", "LegacyValue": "value", "LegacyGeneration": "engine"}
+"""The shim's handles, and the name of the argument that says over what."""
 _OURS = ("rl_session", "rl_session_migrate")
 _ROOTS = ("nemo_rl", *_OURS)
 _OPAQUE = frozenset({"Any", "object", "Self", "T", "Callable"})
@@ -416,7 +418,22 @@ class Receivers:
                 if isinstance(found, Receiver) and found.tenant in (Tenant.POLICY, Tenant.VALUE):
                     return attrs.evolve(found, node=node, api=Api.SCOPED)
         known = self._class_named(node.func, name, function)
-        return tenant(*known) if isinstance(known, tuple) else known
+        return (self._behind(node, name, known, function) or tenant(*known)) if isinstance(known, tuple) else known
+
+    def _behind(
+        self, node: cst.Call, name: str, known: tuple[Tenant, Api | None], function: Function
+    ) -> Receiver | None:
+        """The tenant that a handle of the shim is made over: one object under two names."""
+        if name not in _SHIMS:
+            return None
+        positional, keywords, _ = arguments(node)
+        given = (
+            positional[0] if positional else next((keywords[key] for key in _SHIMS.values() if key in keywords), None)
+        )
+        found = self._resolve(given, function) if given is not None else None
+        if not isinstance(found, Receiver) or not found.is_single or found.tenant is not known[0]:
+            return None
+        return attrs.evolve(found, node=node, api=known[1], is_scopes=False, handle_of=None)
 
     # -- classes and annotations ----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from rank_rig import Learner, Rig, Tiny, make_batch, make_optimizer, nll
 import rl_session as rs
 from rl_session.audit.check import check
 from rl_session.testing import EmulatedDevice
+from rl_session_migrate import LegacyPolicy
 
 pytestmark = pytest.mark.slow
 
@@ -143,3 +144,43 @@ def test_a_handle_from_before_a_recovery_says_what_to_do(rig: Rig, learner: Any)
         ray.get(learner.learn.remote())
     with rig.policy.training_mode():
         rig.train()
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
+def test_a_legacy_handle_goes_to_an_actor_and_both_know_what_the_other_called(rig: Rig) -> None:
+    import ray
+
+    class Half:
+        """One half of a legacy loop."""
+
+        def __init__(self, legacy: LegacyPolicy) -> None:
+            self.legacy = legacy
+
+        def call(self, name: str, *arguments: Any) -> Any:
+            return getattr(self.legacy, name)(*arguments)
+
+    legacy = LegacyPolicy(rig.policy, backend="megatron")
+    other = ray.remote(num_cpus=0)(Half).remote(legacy)
+    call = lambda *arguments: ray.get(other.call.remote(*arguments))  # noqa: E731 (a verb for this test)
+    batch, placement = make_batch(), lambda: dict(legacy.placement)
+    try:
+        legacy.prepare_for_training()
+        legacy.prepare_for_lp_inference()
+        expected = legacy.get_logprobs(batch)["logprobs"]
+        assert torch.equal(call("get_logprobs", batch)["logprobs"], expected)
+        with pytest.raises(rs.ModeError, match="needs GRADS"):  # freed by a call in another process
+            call("train", batch, nll)
+        call("prepare_for_training")
+        assert (legacy.mode, placement()["optimizer"]) == ("training", rs.Tier.DEVICE)
+        assert legacy.train(batch, nll)["loss"].isfinite().all()
+        call("finish_inference")
+        assert (placement()["params"], placement()["optimizer"]) == (rs.Tier.HOST, rs.Tier.DEVICE)
+        with pytest.raises(rs.ModeError, match="needs PARAMS"):
+            legacy.get_logprobs(batch)
+        with rig.policy.training_mode():
+            rig.train()
+        assert placement()["params"] is rs.Tier.HOST, "the scope comes back to where the other process left it"
+    finally:
+        ray.kill(other)
+        legacy.offload_to_cpu()
+        rig.policy.switch("offloaded")
