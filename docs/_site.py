@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages that live outside docs/ become pages of the site, and links between both work in both places.
+"""Hooks of mkdocs: pages that live outside docs/ become pages of the site, and links between both work in both places.
 
 In the repository, README files and pages link to each other by path, which GitHub follows. The site has only docs/.
 """
@@ -12,6 +12,20 @@ from typing import Any
 DOCS = Path(__file__).parent
 PAGES = {"migration.md": "migration/README.md"}
 """Page of the site to the file of the repository that it shows."""
+
+
+_ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=(?:<autoref[^>]*>)?<code>)")
+_MODULE = re.compile(r"<code>~(?:\w+\.)+")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page as the site shows it: docstrings say ``:meth:`` where a name is meant, which Markdown does not know.
+
+    Args:
+        html: What Markdown made of it.
+        **_: What else mkdocs hands over.
+    """
+    return _MODULE.sub("<code>", _ROLE.sub("", html))
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

@@ -125,13 +125,24 @@ class RayWorkers:
             )
 
     def site(self) -> object:
-        """The workers whose bundles are used, or the placement group that was given."""
+        """What policies that share devices have in common.
+
+        Returns:
+            The workers whose bundles are used, or the placement group that was given.
+        """
         if isinstance(self.placement, RayWorkers):
             return self.placement.site()
         return self if isinstance(self.placement, str) else self.placement
 
     def start(self, plan: RankPlan, timeout_seconds: float) -> tuple[SharedGroup, list[Reply]]:
-        """Start the actors and build every rank.
+        """Start the actors and build every rank. The session calls it.
+
+        Args:
+            plan: What each rank builds.
+            timeout_seconds: The deadline of each call to a rank, unless these workers have one of their own.
+
+        Returns:
+            The group, and what each rank is, or why it could not be built.
 
         Raises:
             WorkerError: The cluster has no room for them.

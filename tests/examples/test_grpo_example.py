@@ -58,6 +58,8 @@ def test_losses_are_the_same_to_the_last_bit_with_and_without_offloading(
     assert moved["eager"] > 0
     assert moved["never"] == 0
     assert f"{moved['eager']:,}" in outputs["eager"], "the table says what the log says"
+    assert str(tmp_path / "eager.html") in outputs["eager"]
+    assert "<title>rl-session timeline</title>" in (tmp_path / "eager.html").read_text(encoding="utf-8")
 
 
 def test_an_interrupt_leaves_a_closed_and_readable_log(tmp_path: Path) -> None:
@@ -87,10 +89,3 @@ def test_an_interrupt_leaves_a_closed_and_readable_log(tmp_path: Path) -> None:
         names.count(f"transition.{end}") for end in ("committed", "rolled_back", "failed")
     )
     assert names.count("scope.entered") == names.count("scope.exited")
-
-
-def test_wrong_arguments_are_refused_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        load().main(["--steps", "0"])
-    assert end.value.code == 2
-    assert "at least 1" in capsys.readouterr().err

@@ -113,12 +113,3 @@ def test_lazy_evicts_one_tenant_for_the_other(outputs: dict[str, str], logs: dic
         if record.name == "transition.started" and record.event.reason.startswith("evicted for ")
     }
     assert evicted == {"actor", "critic"}
-
-
-def test_wrong_arguments_are_refused_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        load().main(["--steps", "0"])
-    assert end.value.code == 2
-    refused = capsys.readouterr().err
-    assert "at least 1" in refused
-    assert "usage:" in refused

@@ -498,8 +498,7 @@ def test_the_attention_of_a_reader_is_drawn_to_what_decides() -> None:
 @pytest.mark.parametrize("reset", ["", "stale = maybe()"])
 def test_a_test_of_two_names_comes_out_the_same_again_until_one_of_them_is_assigned(reset: str) -> None:
     text = f"""
-        def f(policy, gen, batches, need, loss):
-            stale = True
+        def f(policy, gen, batches, need, stale, loss):
             for batch in batches:
                 if need and stale:
                     refit_policy_generation(policy, gen, True)
