@@ -7,8 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from click.testing import Result  # type: ignore[import-not-found,unused-ignore]
-from typer.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from rl_session.audit import EVENTS
 from rl_session.cli import _app

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rl_session.audit import read_audit
 from rl_session.audit.summary import summarize

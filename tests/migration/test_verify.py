@@ -13,7 +13,7 @@ import legacy_loops as loops
 import pytest
 import torch
 from shim_rig import Actor
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import rl_session as rs
 from rl_session.cli import _app
