@@ -106,10 +106,12 @@ def _names_in(run: str) -> set[str]:
 
 
 def _near(name: str, known: list[str]) -> list[str]:
-    """What may have been meant; everything where nothing is near."""
+    """What may have been meant, as a shell takes it; every name where nothing is near."""
     from difflib import get_close_matches
+    from shlex import quote
 
+    groups = list(dict.fromkeys(f"{each.partition('.')[0]}.*" for each in known if "." in each))
     part = name.strip("*?.").lower()
     holding = [each for each in known if part and part in each]
-    near = [*holding, *get_close_matches(name.lower(), known, n=_MOST_NEAR, cutoff=0.6)]
-    return list(dict.fromkeys(near))[:_MOST_NEAR] or known
+    near = holding or get_close_matches(name.lower(), groups if "*" in name else known, n=_MOST_NEAR)
+    return [quote(each) for each in near[:_MOST_NEAR] or known]

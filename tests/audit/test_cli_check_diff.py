@@ -143,3 +143,6 @@ def test_every_command_has_help_with_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"rl-session audit {command}" in result.stdout
+    assert ("Arguments:\n" in result.stdout) == (command != "schema")
+    if command not in {"diff", "schema"}:
+        assert "  RUN  The log: the file given as audit_path. - reads standard input.\n" in result.stdout
