@@ -150,26 +150,32 @@ def check(*, run: str, complete: bool, as_json: bool) -> None:
     epilog=_examples(
         "diff before.jsonl after.jsonl",
         "diff before.jsonl after.jsonl --bytes --json",
-        "diff legacy.jsonl scoped.jsonl --migrated",
+        "diff legacy.jsonl scoped.jsonl               # does the loop in scopes do what the legacy loop did?",
+        "diff legacy1.jsonl legacy2.jsonl --exact     # two legacy runs, record by record",
     )
 )
 @argument("a", "The log of one run. - reads standard input.", metavar="A")
 @argument("b", "The log of another.", metavar="B")
 @click.option("--bytes", "with_bytes", is_flag=True, help="Also fail where other numbers of bytes moved.")
-@click.option("--migrated", is_flag=True, help="A is a legacy loop, B the same loop in scopes: moves may differ.")
+@click.option(
+    "--migrated/--exact",
+    default=None,
+    help="A is a legacy loop, B the same loop in scopes: moves may differ. Assumed where A was run on the legacy API.",
+)
 @json_option
-def diff(*, a: str, b: str, with_bytes: bool, migrated: bool, as_json: bool) -> None:
+def diff(*, a: str, b: str, with_bytes: bool, migrated: bool | None, as_json: bool) -> None:
     """Compare two runs, and show where they part.
 
     Counts, transitions, bytes and seconds, and the first record that differs. Time is shown and never counts as a
-    difference: it is the machine's. With --migrated only what was computed counts (calls, modes, weights, results), and what
-    was on the device at a wake and at most.
+    difference: it is the machine's. Where A was run on the legacy API (or with --migrated) only what was computed counts (calls,
+    modes, weights, results), and what was on the device at a wake and at most; --exact compares the records all the same.
 
-    Exit status: 0 both did the same in the same order, 1 they did not, 2 one is not an audit log.
+    Exit status: 0 both did the same in the same order, 1 they did not (or it is not proved: results need verify="checksum" in
+    both runs), 2 one is not an audit log.
     """
     from rl_session.audit.diff import diff as compare
 
-    if migrated:
+    if migrated or (migrated is None and "-" not in (a, b) and _is_by_hand(a)):
         _prove(a, b, as_json=as_json)
         return
     with _reading(a) as first, _reading(b) as second:
@@ -182,6 +188,17 @@ def diff(*, a: str, b: str, with_bytes: bool, migrated: bool, as_json: bool) -> 
             print_diff(result, a, b)
     if not result.is_same_shape or (with_bytes and result.bytes_differ):
         raise click.exceptions.Exit(1)
+
+
+def _is_by_hand(run: str) -> bool:
+    """Whether a run moved its models through the legacy API, and opened no scope."""
+    with _reading(run) as reader:
+        said = {
+            record.get("via")
+            for record in reader.dicts()
+            if record["event"].startswith(("transition.", "scope.", "call."))
+        }
+    return "shim" in said and "scope" not in said
 
 
 def _prove(legacy: str, scoped: str, *, as_json: bool) -> None:

@@ -164,6 +164,8 @@ def _summary(results: Sequence[FileResult], counted: Totals, seconds: float, *, 
     )
     click.echo(_line("policy and value sites", counted.trainers))
     click.echo(_line("engine sites", counted.engines))
+    if counted.unknown.found:
+        click.echo(f"sites of nobody who is known: {counted.unknown.found} found, left as they are")
     for result in results:
         for outcome in result.result.outcomes if result.result is not None else ():
             if outcome.status == "left":
