@@ -18,7 +18,7 @@ from rl_session_migrate.receivers import Names, Receiver, Receivers
 from rl_session_migrate.rules import HELPERS, Api, Helper, Rule, Tenant, methods, rule_of, rules_of
 from rl_session_migrate.tree import Position, Source, arguments, callee, children, code, dotted, is_string
 
-__all__ = ["HelperSite", "Module", "Shape", "Site", "UnknownSite", "analyse"]
+__all__ = ["HelperSite", "Module", "Shape", "Site", "UnknownSite", "analyse", "may_be_skipped"]
 
 
 class Shape(StrEnum):
@@ -262,7 +262,7 @@ class _Finder:
         inner = self.outline.functions.get(node, function)
         above = (node,) if inner is not function else (*parents, node)
         for child in children(node):
-            conditional = is_conditional or (inner is function and _may_be_skipped(node, child))
+            conditional = is_conditional or (inner is function and may_be_skipped(node, child))
             home = inner if inner is function or child in _inside(node) else function
             around = above if home is inner else (*parents, node)
             self.visit(child, home, around, is_conditional=conditional and home is function)
@@ -430,7 +430,7 @@ def _inside(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
     return tuple(children(node)) if isinstance(node, cst.Module) else ()
 
 
-def _may_be_skipped(node: cst.CSTNode, child: cst.CSTNode) -> bool:
+def may_be_skipped(node: cst.CSTNode, child: cst.CSTNode) -> bool:
     """Whether evaluating ``node`` may leave ``child`` out."""
     match node:
         case cst.BooleanOperation():

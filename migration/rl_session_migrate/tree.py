@@ -165,6 +165,18 @@ _ELSEWHERE = frozenset({cst.FunctionDef, cst.ClassDef, cst.Lambda})
 """What runs somewhere else than where it stands."""
 
 
+def parents_of(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
+    """The parent of each node of a module."""
+    parents: dict[cst.CSTNode, cst.CSTNode] = {}
+    stack: list[cst.CSTNode] = [module]
+    while stack:
+        here = stack.pop()
+        for child in children(here):
+            parents[child] = here
+            stack.append(child)
+    return parents
+
+
 def walk(node: cst.CSTNode, *, into_functions: bool = True) -> Iterator[cst.CSTNode]:
     """Every node from here down, parents first.
 

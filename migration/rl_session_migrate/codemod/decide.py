@@ -242,7 +242,7 @@ class _Room:
     def _is_registered(self, site: Site) -> bool:
         """Whether the line that says who shares the device will name a tenant: the function has a scope of it."""
         assert site.receiver is not None
-        mine = [other for other in self._facts.program.module.sites_in(site.function) if other.receiver is not None]
+        mine = [other for other in self._facts.sites if other.function is site.function]
         scoped = {str(other.receiver) for other in mine if other.receiver is not None and other.receiver.is_scopes}
         scoped |= self._uses.names_in(mine)
         if not is_registrable(site.function, site.receiver) or is_bound_again(site.function, site.receiver):

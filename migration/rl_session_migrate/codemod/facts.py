@@ -15,6 +15,7 @@ from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.refits import is_covered
 from rl_session_migrate.codemod.scoping import covers
 from rl_session_migrate.codemod.steps import OpenSteps
+from rl_session_migrate.codemod.unknown import take_for_compute
 from rl_session_migrate.codemod.words import CALLBACK, COROUTINES, SHAPES
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
@@ -36,14 +37,17 @@ class Facts:
     def __init__(self, program: Program, elsewhere: Elsewhere) -> None:
         self.program = program
         self._elsewhere = elsewhere
+        self.same = _aliases(program)
+        take_for_compute(program, self.same)
         self.bodies: dict[int, Block] = {}
         for function in program.functions:
             body = blocks_of(program, function)
             if body is not None:
                 self.bodies[id(function)] = body
-        self.same = _aliases(program)
         self.sites = tuple(
-            site for site in program.module.sites if site.receiver is not None and site.shape is not Shape.REMOTE
+            site
+            for site in (*program.module.sites, *program.taken)
+            if site.receiver is not None and site.shape is not Shape.REMOTE
         )
         self._awaited = [identity_of(s) for s in self.sites if s.shape is Shape.AWAITED and s.rule.is_lifecycle]
         self.steps = OpenSteps(program, self.same, elsewhere)

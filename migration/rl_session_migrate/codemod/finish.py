@@ -11,14 +11,10 @@ import libcst as cst
 
 from rl_session_migrate.codemod.edits import comment_line, line_of
 from rl_session_migrate.codemod.facts import Facts
+from rl_session_migrate.codemod.forgets import forget
 from rl_session_migrate.codemod.plan import Plan
-from rl_session_migrate.codemod.program import Doing, Program
-from rl_session_migrate.codemod.scoping import is_pure
-from rl_session_migrate.codemod.shares import share, tenants_of_scopes
-from rl_session_migrate.codemod.strokes import Spelling, Strokes, insert_behind, statement_of
-from rl_session_migrate.receivers import Receiver
-from rl_session_migrate.rules import HELPERS, Kind, Tenant
-from rl_session_migrate.sites import Site
+from rl_session_migrate.codemod.shares import share
+from rl_session_migrate.codemod.strokes import Spelling, Strokes, statement_of
 
 __all__ = ["MARK", "Spelling", "finish"]
 
@@ -39,8 +35,7 @@ def finish(facts: Facts, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode],
         statement = statement_of(site.node, parents)
         if statement is not None:
             _explain(strokes, statement, why)
-    for receiver, node in (*_moved_by_hand(program, plan), *_saved(facts), *_handed_on(facts)):
-        _forget(strokes, receiver, statement_of(node, parents), parents, spelling)
+    forget(strokes, facts, plan, spelling, parents)
     for function in program.functions:
         share(strokes, program, function, spelling, parents)
     module = program.module.source.module
@@ -60,79 +55,6 @@ def _explain(strokes: Strokes, statement: cst.CSTNode, why: str) -> None:
         return
     if why not in strokes.above[statement]:
         strokes.above[statement].append(why)
-
-
-# -- what is moved behind the scopes' back -------------------------------------------------------------------------
-
-
-def _moved_by_hand(program: Program, plan: Plan) -> Iterator[tuple[Receiver, cst.CSTNode]]:
-    """Transitions that stay, of tenants that scopes know."""
-    known = _known(program)
-    for site in plan.left:
-        if not isinstance(site, Site) or site.receiver is None or not site.shape.runs_here:
-            continue
-        if not site.rule.is_lifecycle or site.rule.kind is Kind.NOOP or _is_left_to_callers(program, site):
-            continue
-        if (site.receiver.tenant, site.receiver.identity.path) in known and is_pure(site.receiver):
-            yield site.receiver, site.node
-
-
-def _is_left_to_callers(program: Program, site: Site) -> bool:
-    """Whether a helper makes no call through scopes: its callers' refit blocks know what it leaves behind."""
-    if site.function.simple_name not in HELPERS:
-        return False
-    mine = program.module.sites_in(site.function)
-    return not any(other.receiver is not None and other.receiver.is_scopes for other in mine)
-
-
-def _saved(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
-    """Policies that scopes know and that are saved outside a scope of theirs: a Megatron policy comes in for that, and stays."""
-    known = _known(facts.program)
-    for site in facts.sites:
-        if site.method == "save_checkpoint" and site.rule.tenant is Tenant.POLICY and site.shape.runs_here:
-            receiver = site.receiver
-            is_known = receiver is not None and (receiver.tenant, receiver.identity.path) in known
-            if receiver is not None and is_known and is_pure(receiver) and not facts.is_covered(site):
-                yield receiver, site.node
-
-
-def _known(program: Program) -> set[tuple[Tenant, str]]:
-    """The tenants that scopes know."""
-    return {
-        (site.receiver.tenant, site.receiver.identity.path)
-        for site in program.module.sites
-        if site.receiver is not None and site.receiver.is_scopes
-    }
-
-
-def _handed_on(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
-    """Policies and values that scopes know and a function gets that is not in sight: it may move them.
-
-    An engine is handed to every rollout, which uses it as it finds it.
-    """
-    program = facts.program
-    for function in program.functions:
-        known = {str(tenant) for tenant in tenants_of_scopes(program, function)}
-        for event in program.all_events(function):
-            for receiver in (
-                event.handed.values() if event.doing is Doing.HANDED and not facts.is_in_sight(event) else ()
-            ):
-                if receiver.tenant is not Tenant.ENGINE and str(receiver) in known:
-                    yield receiver, event.node
-
-
-def _forget(
-    strokes: Strokes,
-    receiver: Receiver,
-    statement: cst.CSTNode | None,
-    parents: Mapping[cst.CSTNode, cst.CSTNode],
-    spelling: Spelling,
-) -> None:
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return
-    if any(isinstance(small, (cst.Return, cst.Raise)) for small in statement.body):
-        return
-    insert_behind(strokes, statement, parents, f"{spelling.scopes}({receiver}).forget()")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

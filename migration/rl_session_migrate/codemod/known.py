@@ -6,7 +6,7 @@ import libcst as cst
 
 from rl_session_migrate.tree import callee
 
-__all__ = ["is_harmless", "is_harmless_method"]
+__all__ = ["is_harmless", "is_harmless_method", "is_harmless_of_group"]
 
 _BUILTINS = frozenset(
     {
@@ -43,12 +43,18 @@ _OF_ROWS = frozenset(
     {"prepare_step", "finish_step", "prepare_val_partition", "discard_samples", "get_data_plane_step_metrics"}
 )
 """What a policy does to the rows of a batch that lie outside the model."""
+_OF_GROUP = frozenset({"shutdown", "record_worker_processes", "is_alive", "print_worker_layout"})
 _METHODS_LIKE = ("print_", "log_", "init_", "is_", "has_", "start_", "stop_", "report_", "read_", "write_")
 
 
 def is_harmless_method(name: str) -> bool:
     """Whether a method that the tables do not know neither computes nor moves: it connects, tells, measures or ends."""
     return name in _METHODS | _OF_ROWS or name.startswith(_METHODS_LIKE)
+
+
+def is_harmless_of_group(node: cst.Call) -> bool:
+    """Whether a call ends a tenant's workers, or asks who they are: ``policy.worker_group.shutdown()``."""
+    return isinstance(node.func, cst.Attribute) and node.func.attr.value in _OF_GROUP
 
 
 def is_harmless(node: cst.Call) -> bool:

@@ -13,7 +13,7 @@ from enum import Enum, auto
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.known import is_harmless, is_harmless_method
+from rl_session_migrate.codemod.known import is_harmless, is_harmless_method, is_harmless_of_group
 from rl_session_migrate.flow import Graph, build, evaluated
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
@@ -100,6 +100,9 @@ class Caller:
 class Program:
     """A module with the graphs and events of its functions.
 
+    Attributes:
+        taken: Uses that no table knows, and that were taken for such.
+
     Args:
         module: The module.
         hands_only: Whether functions matter that only hand tenants on, in a module that does nothing else with them.
@@ -112,6 +115,7 @@ class Program:
         self._calls = _Calls(module, hands_only=hands_only)
         self._callers: dict[int, list[Caller]] | None = None
         self._all: dict[int, tuple[Event, ...]] = {}
+        self.taken: list[Site] = []
 
     # -- graphs and events ---------------------------------------------------------------------------------------
 
@@ -136,6 +140,19 @@ class Program:
     def events_of(self, node: cst.CSTNode, function: Function) -> Sequence[Event]:
         """What one expression does by itself."""
         return self._calls.events_of(node, function)
+
+    def take(self, event: Event, site: Site) -> None:
+        """Take something that no table knows for a use.
+
+        Args:
+            event: What it was.
+            site: The use.
+        """
+        self._calls.become(event, Event(Doing.USE, event.node, site=site))
+        self.taken.append(site)
+        self._events.clear()
+        self._all.clear()
+        self._callers = None
 
     def all_events(self, function: Function) -> tuple[Event, ...]:
         """Everything that stands directly in a function, whatever the order."""
@@ -191,6 +208,7 @@ class _Calls:
     def __init__(self, module: Module, *, hands_only: bool) -> None:
         self.module = module
         self._mentions: set[int] = set()
+        self._idle_groups: set[cst.CSTNode] = set()
         self._called: dict[int, list[Function]] = defaultdict(list)
         self._events: dict[cst.CSTNode, list[Event]] = {}
         self._spoken: set[int] = {id(site.function) for site in module.sites}
@@ -210,6 +228,10 @@ class _Calls:
         if found is None:
             found = self._events[node] = list(self._make(node, function))
         return found
+
+    def become(self, old: Event, new: Event) -> None:
+        """Put an event into the place of another."""
+        self._events[old.node] = [new if event is old else event for event in self._events[old.node]]
 
     def _relevant(self) -> tuple[Function, ...]:
         """Functions with sites, functions that hand tenants on, and those that call them."""
@@ -234,6 +256,8 @@ class _Calls:
                 self._mention(here, home, parent)  # type: ignore[arg-type]
             elif kind is cst.Call:
                 self._call(here, home)  # type: ignore[arg-type]
+                if is_harmless_of_group(here):  # type: ignore[arg-type]
+                    self._idle_groups.add(here.func.value)  # type: ignore[attr-defined]
             inner = functions.get(here, home)
             if kind is cst.Attribute:
                 stack.append((here.value, home, here))  # type: ignore[attr-defined]
@@ -274,7 +298,7 @@ class _Calls:
             return
         if isinstance(node, cst.Call):
             yield from self._make_call(node, function)
-        elif isinstance(node, cst.Attribute) and node.attr.value == "worker_group":
+        elif isinstance(node, cst.Attribute) and node.attr.value == "worker_group" and node not in self._idle_groups:
             yield from self._reached(node, node.value, function)
 
     def _reached(self, node: cst.CSTNode, owner: cst.BaseExpression, function: Function) -> Iterator[Event]:

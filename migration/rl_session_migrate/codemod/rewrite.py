@@ -28,7 +28,7 @@ from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Names
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, UnknownSite, analyse
-from rl_session_migrate.tree import callee, children, parse, walk
+from rl_session_migrate.tree import callee, parents_of, parse, walk
 
 __all__ = [
     "STEP_WORDS",
@@ -249,7 +249,7 @@ class _Rewriter:
 
     def _apart(self, module: Module) -> Module:
         """The module with a line of its own for each statement beside a transition: a scope takes whole lines."""
-        parents = _parents(module.source.module)
+        parents = parents_of(module.source.module)
         lines = {
             line
             for site in _counted(module)
@@ -268,7 +268,7 @@ class _Rewriter:
     def _edited(self, module: Module, plan: Plan) -> bytes:
         local = spelling(module.outline, ADAPTER, "scopes")
         spelled = _spelled(plan, local)
-        tree = apply(module.source.module, spelled, _parents(module.source.module))
+        tree = apply(module.source.module, spelled, parents_of(module.source.module))
         if _speaks_scopes(spelled, local):
             tree = add_import(tree, module.outline, ADAPTER, "scopes", local)
         return tree.bytes
@@ -276,7 +276,7 @@ class _Rewriter:
     def _finished(self, facts: Facts, plan: Plan) -> bytes:
         module = facts.program.module
         names = Spelling(spelling(module.outline, ADAPTER, "scopes"), spelling(module.outline, ADAPTER, "share"))
-        tree = finish(facts, plan, _parents(module.source.module), names)
+        tree = finish(facts, plan, parents_of(module.source.module), names)
         text = tree.bytes
         if f"{names.share}(".encode() in text and tree is not module.source.module:
             tree = add_import(tree, module.outline, ADAPTER, "share", names.share)
@@ -345,17 +345,6 @@ def _became(plan: Plan, site: Found) -> str:
     if not isinstance(site, Site):
         return ""
     return plan.remove.get(site, "") or plan.replace.get(site, "")
-
-
-def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
-    parents: dict[cst.CSTNode, cst.CSTNode] = {}
-    stack: list[cst.CSTNode] = [module]
-    while stack:
-        here = stack.pop()
-        for child in children(here):
-            parents[child] = here
-            stack.append(child)
-    return parents
 
 
 def _line_of(node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode]) -> cst.SimpleStatementLine | None:

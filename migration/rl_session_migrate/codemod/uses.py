@@ -135,10 +135,14 @@ class Uses:
 
     def wrap(self) -> None:
         """Put the scopes into the plan."""
+        for site in self._facts.program.taken:
+            if id(site.node) in self._wants:
+                said = f"no table knows it: taken for compute in {self._wants[id(site.node)].scope}(), where it ran"
+                self._plan.assumed.append((site, said))
         for function in self._facts.program.functions:
             body = self._facts.body(function)
             if body is not None:
-                nodes = [id(site.node) for site in self._facts.program.module.sites_in(function)]
+                nodes = [id(site.node) for site in self._facts.sites if site.function is function]
                 mine = {node: self._wants[node] for node in nodes if node in self._wants}
                 self._plan.runs += list(runs(self._facts.program, body, mine))
 
