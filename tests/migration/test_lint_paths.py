@@ -541,6 +541,9 @@ def test_a_method_that_no_rule_knows_is_a_use() -> None:
     """
     assert codes(text.format(use="x = teacher_policy.get_teacher_logits_ipc(batch)")) == []
     assert codes(text.format(use="x = other.get_teacher_logits_ipc(batch)")) == ["RLM002"]
+    threaded = text.replace("def f", "async def f")
+    assert codes(threaded.format(use="await asyncio.to_thread(teacher_policy.get_teacher_logits_ipc, batch)")) == []
+    assert codes(threaded.format(use="await asyncio.to_thread(other.get_teacher_logits_ipc, batch)")) == ["RLM002"]
 
 
 def test_an_engine_that_an_actor_has_may_be_put_to_sleep_there() -> None:

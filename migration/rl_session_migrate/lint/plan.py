@@ -217,10 +217,15 @@ class Plan:
             return [Call(node, called, tuple((name, receiver) for name, receiver in receivers if name))]
         chooses = callee(node) == "getattr" and len(node.args) > 1 and is_string(node.args[1].value) is None
         if not receivers or (_HARMLESS.fullmatch(callee(node)) and not chooses):
-            on = node.func.value if isinstance(node.func, cst.Attribute) and not receivers else None
-            used = self.module.receivers.of(on, self.function) if on is not None else None
-            return [Used(used)] if used is not None and self.module.receivers.speaks else []
+            methods = (node.func, *(argument.value for argument in node.args)) if not receivers else ()
+            return [Used(used) for method in methods if (used := self._used_by(method)) is not None]
         return [Handed(node, callee(node), tuple(receiver for _, receiver in receivers))]
+
+    def _used_by(self, method: cst.BaseExpression) -> Receiver | None:
+        """Whose method is called, or handed on to be called in a thread, that no rule knows."""
+        if not isinstance(method, cst.Attribute) or not self.module.receivers.speaks:
+            return None
+        return None if self.module.at(method) is not None else self.module.receivers.of(method.value, self.function)
 
     def _handed(self, node: cst.Call, called: Function | None) -> Iterator[tuple[str, Receiver]]:
         """The tenants among the arguments, with the parameter's name where it is known."""
