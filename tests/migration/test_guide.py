@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 from click.testing import CliRunner
-from tiny_legacy import Actors, policy_loss
+from tiny_legacy import Actors, TinyPolicy, policy_loss
 
 from loops.support import Timer, make_train_data, prompts_of
 from rl_session.cli import _app
@@ -57,11 +57,25 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert (tmp_path / "loops" / scoped.name).read_bytes() == scoped.read_bytes()
 
 
+class _Teacher(TinyPolicy):
+    """With a method of a fork's own, which needs the weights."""
+
+    def get_teacher_logits_ipc(self, batch: Any) -> Any:
+        return self._infer("get_teacher_logits_ipc", self.table.logprobs(batch["input_ids"]))
+
+
+def _teacher() -> TinyPolicy:
+    teacher = _Teacher(seed=2)
+    teacher.offload_to_cpu()
+    return teacher
+
+
 def call(name: str, function: Any, actors: Actors, others: dict[str, Any]) -> Any:
     """Call a function of the guide with what its parameters name."""
     batch = make_train_data({**prompts_of(1, 4), "prompt_lengths": prompts_of(1, 4)["input_lengths"] * 0, **_EXTRA})
     given = {
         "policy": actors.policy,
+        "teacher_policy": _teacher(),
         "value_model": actors.value,
         "policy_generation": actors.generation,
         "batch": batch,

@@ -34,7 +34,6 @@ async def train_one_step(policy: Any, loss_fn: Any, config: Config, step: int, t
         with timer.time("logprobs"):
             # rl-session: kept: a train step stays open here between calls
             await asyncio.to_thread(policy.prepare_for_lp_inference, keep_train_buffers=is_open)
-            scopes(policy).forget()
             logprobs = await asyncio.to_thread(policy.get_logprobs, chunk)
             chunk["prev_logprobs"] = logprobs["logprobs"]
         with timer.time("training"):
