@@ -103,6 +103,26 @@ def helper(policy, b):
     assert "\n    policy.update_reference_model()" in text
 
 
+def test_a_helper_that_moves_an_attribute_leaves_it_in_no_mode_that_is_known() -> None:
+    text = migrated(
+        """
+        class Loop:
+            def __init__(self, policy: Policy):
+                self.policy = policy
+
+            def f(self, b):
+                self.policy.prepare_for_training()
+                self.helper(b)
+                self.policy.update_reference_model()
+
+            def helper(self, b):
+                self.policy.prepare_for_lp_inference()
+                self.policy.get_logprobs(b)
+        """
+    ).after.decode()
+    assert "\n        self.policy.update_reference_model()" in text
+
+
 def test_moves_that_scopes_do_not_see_are_forgotten_once_before_somebody_asks() -> None:
     text = migrated(
         """

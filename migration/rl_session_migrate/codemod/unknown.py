@@ -17,7 +17,6 @@ import libcst as cst
 from rl_session_migrate.codemod.blocks import bound_paths
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.scoping import covers
-from rl_session_migrate.codemod.steps import keeps_gradients
 from rl_session_migrate.flow import Node, Part, solve
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
@@ -78,12 +77,9 @@ class _Taker:
         if not self._ends_here(event.node, around):
             return None
         before = self._before(function, event.node, receiver)
-        methods = {site.method for site in before if site is not None and _is_plain_prepare(site)}
-        if (
-            None in before
-            or len(methods) != 1
-            or not all(site is not None and _is_plain_prepare(site) for site in before)
-        ):
+        prepares = [site for site in before if site is not None and _is_plain_prepare(site)]
+        methods = {site.method for site in prepares}
+        if len(prepares) != len(before) or len(methods) != 1:
             return None
         trains = methods == {"prepare_for_training"}
         return attrs.evolve(bare, rule=attrs.evolve(_COMPUTES[receiver.tenant, trains], method=bare.method))
@@ -145,7 +141,7 @@ class _Taker:
 
 
 def _is_plain_prepare(site: Site) -> bool:
-    return site.rule.kind is Kind.PREPARE and site.shape is Shape.CALL and not keeps_gradients(site)
+    return site.rule.kind is Kind.PREPARE and site.shape is Shape.CALL
 
 
 def _binds(node: Node, who: Identity) -> bool:
