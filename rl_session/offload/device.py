@@ -315,6 +315,15 @@ class EmulatedDevice(Device):
         if total > self.peak:  # noqa: PLR1730 (max() costs three times as much, for every storage)
             self.peak = total
 
+    def _enter_all(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
+        keys = [storage._cdata for storage in storages]
+        known, resident = self._known, self._resident
+        for storage, key in [pair for pair in zip(storages, keys, strict=True) if pair[1] not in known]:
+            known[key] = weak_storage(storage)
+        self._total += sum(nbytes) - sum([resident.get(key, 0) for key in keys])
+        resident.update(zip(keys, nbytes, strict=True))
+        self.peak = max(self.peak, self._total)
+
     def _leave(self, key: int) -> None:
         self._total -= self._resident.pop(key, 0)
 
@@ -333,8 +342,25 @@ class EmulatedDevice(Device):
     def allocate(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         """Resize storages to their size, within the capacity."""
         limit = self.peak if self.capacity is None else min(self.peak, self.capacity)
-        if self._total + sum(nbytes) > limit:  # else what died meanwhile makes no difference
+        wanted = self._total + sum(nbytes)
+        if wanted > limit:  # else what died meanwhile makes no difference
             self._purge()
+        if self._faults or self._poisons or (self.capacity is not None and wanted > self.capacity):
+            self._allocate_each(storages, nbytes)
+        else:
+            self._allocate_all(storages, nbytes)
+
+    def _allocate_all(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
+        """Where none is to fail on purpose; each loop goes over all, which costs half of one loop that does everything."""
+        try:
+            for storage, size in zip(storages, nbytes, strict=True):
+                storage.resize_(size)
+        except BaseException:
+            self._enter_all(*_with_memory(storages, nbytes))
+            raise
+        self._enter_all(storages, nbytes)
+
+    def _allocate_each(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         for storage, size in zip(storages, nbytes, strict=True):
             fault = self._due("allocate") if self._faults else None
             if fault and fault.point == "before":
@@ -360,6 +386,12 @@ class EmulatedDevice(Device):
 
     def free(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Resize storages to nothing, poisoning their bytes first when asked to."""
+        if not (self._faults or self._poisons):
+            for storage in storages:
+                storage.resize_(0)
+            resident = self._resident
+            self._total -= sum([resident.pop(storage._cdata, 0) for storage in storages])
+            return
         for storage in storages:
             fault = self._due("free") if self._faults else None
             if fault and fault.point == "before":
@@ -384,7 +416,7 @@ class EmulatedDevice(Device):
         with library_access():
             if not (self._delays or any(fault.operation == operation for fault in self._faults)):
                 aliases = [there if type(there) is Tensor else _as_bytes(there) for there, _ in pairs]
-                hosts = [host for _, host in pairs]
+                hosts = [pair[1] for pair in pairs]
                 self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                 if pairs:
                     targets, sources = (hosts, aliases) if operation == "copy_out" else (aliases, hosts)
@@ -451,6 +483,14 @@ class EmulatedDevice(Device):
     def free_bytes(self) -> int | None:
         """Capacity less what is resident."""
         return None if self.capacity is None else self.capacity - self.resident_bytes
+
+
+def _with_memory(
+    storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]
+) -> tuple[list[torch.UntypedStorage], list[int]]:
+    """Those that have memory, and how much."""
+    there = [storage for storage in storages if storage.nbytes()]
+    return there, [storage.nbytes() for storage in there]
 
 
 def _as_bytes(there: torch.UntypedStorage | Tensor) -> Tensor:
