@@ -318,9 +318,12 @@ class EmulatedDevice(Device):
     def _enter_all(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         keys = [storage._cdata for storage in storages]
         known, resident = self._known, self._resident
-        for storage, key in [pair for pair in zip(storages, keys, strict=True) if pair[1] not in known]:
-            known[key] = weak_storage(storage)
-        self._total += sum(nbytes) - sum([resident.get(key, 0) for key in keys])
+        if True in [key not in known for key in keys]:
+            for storage, key in zip(storages, keys, strict=True):
+                if key not in known:
+                    known[key] = weak_storage(storage)
+        was = 0 if resident.keys().isdisjoint(keys) else sum([resident.get(key, 0) for key in keys])
+        self._total += sum(nbytes) - was
         resident.update(zip(keys, nbytes, strict=True))
         self.peak = max(self.peak, self._total)
 
@@ -356,7 +359,8 @@ class EmulatedDevice(Device):
             for storage, size in zip(storages, nbytes, strict=True):
                 storage.resize_(size)
         except BaseException:
-            self._enter_all(*_with_memory(storages, nbytes))
+            there = [storage for storage in storages if storage.nbytes()]
+            self._enter_all(there, [storage.nbytes() for storage in there])
             raise
         self._enter_all(storages, nbytes)
 
@@ -415,10 +419,10 @@ class EmulatedDevice(Device):
     def _copy(self, operation: Literal["copy_out", "copy_in"], pairs: Sequence[CopyPair]) -> None:
         with library_access():
             if not (self._delays or any(fault.operation == operation for fault in self._faults)):
-                aliases = [there if type(there) is Tensor else _as_bytes(there) for there, _ in pairs]
-                hosts = [pair[1] for pair in pairs]
-                self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                 if pairs:
+                    theres, hosts = zip(*pairs, strict=True)
+                    aliases = theres if {*map(type, theres)} == {Tensor} else tuple(map(_as_bytes, theres))
+                    self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                     targets, sources = (hosts, aliases) if operation == "copy_out" else (aliases, hosts)
                     torch._foreach_copy_(targets, sources)
                 return
@@ -483,14 +487,6 @@ class EmulatedDevice(Device):
     def free_bytes(self) -> int | None:
         """Capacity less what is resident."""
         return None if self.capacity is None else self.capacity - self.resident_bytes
-
-
-def _with_memory(
-    storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]
-) -> tuple[list[torch.UntypedStorage], list[int]]:
-    """Those that have memory, and how much."""
-    there = [storage for storage in storages if storage.nbytes()]
-    return there, [storage.nbytes() for storage in there]
 
 
 def _as_bytes(there: torch.UntypedStorage | Tensor) -> Tensor:

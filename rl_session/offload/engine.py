@@ -234,7 +234,8 @@ class Engine:
 
     def mark_dirty(self) -> None:
         """Device copies may change from now on: no host copy can stand in for one."""
-        for unit in self.ledger.own_units():
+        trusted = [unit for unit in self.ledger.own_units() if unit.host_valid or unit.is_armed]
+        for unit in trusted:
             if unit.tier is Tier.DEVICE:
                 if unit.is_armed:
                     unit.lower_barrier()

@@ -93,7 +93,7 @@ def gather(sources: Sources) -> Gathered | None:
     if not _add_attributes(found, beside):
         return None
     found.tensors += beside
-    found.has_gradients = any([tensor.grad is not None for tensor in found.tensors])
+    found.has_gradients = True in [tensor.grad is not None for tensor in found.tensors]
     if sources.optimizer is not None:
         for state in list(sources.optimizer.state.values()):
             found.add_state(state)

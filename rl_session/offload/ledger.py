@@ -295,11 +295,11 @@ class Ledger:
 
     def _by_position(self, units: list[Unit]) -> dict[tuple[Tier, bool, Tier], list[Unit]]:
         """Storages by tier, whether their host copy is good, and the tier another policy needs them at."""
-        if units and not any([len(unit.needs) > 1 for unit in units]):
+        if units and True not in [len(unit.needs) > 1 for unit in units]:
             tiers = [unit.tier for unit in units]
             if tiers.count(Tier.HOST) == len(units):
                 return {_AWAY: units}
-            if tiers.count(Tier.DEVICE) == len(units) and not any([unit.host_valid for unit in units]):
+            if tiers.count(Tier.DEVICE) == len(units) and True not in [unit.host_valid for unit in units]:
                 return {_DIRTY: units}
         return self._by_each_position(units)
 

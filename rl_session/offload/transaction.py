@@ -42,10 +42,10 @@ class _Lot:
 
     def pairs(self) -> list[CopyPair]:
         """What to copy, and where to."""
-        aliases = [unit.bytes_alias for unit in self.units]
-        for index in [index for index, alias in enumerate(aliases) if alias is None]:
-            aliases[index] = self.units[index].device_bytes(self.storages[index])
-        return list(zip(aliases, [unit.host.data for unit in self.units], strict=True))  # type: ignore[arg-type, union-attr]
+        if True in [unit.bytes_alias is None for unit in self.units]:
+            for unit, storage in zip(self.units, self.storages, strict=True):
+                unit.device_bytes(storage)
+        return [(unit.bytes_alias, unit.host.data) for unit in self.units]  # type: ignore[misc, union-attr]
 
 
 _WRITE_WHERE_ALLOWED = "with policy.training_mode(): ...  # write weights there; the next attempt copies this storage"
@@ -116,7 +116,7 @@ class Transaction:
             self.device.copy_out(lot.pairs())
             self._note(lot.move, time.perf_counter() - start)
         self.device.synchronize()
-        if any([unit.is_armed for lot in lots for unit in lot.units]):
+        if True in [unit.is_armed for lot in lots for unit in lot.units]:
             self.device.drain()
         if self.verify:
             for lot in lots:
@@ -128,9 +128,9 @@ class Transaction:
 
     def _let_leave(self, lot: _Lot) -> None:
         """The host copies are complete: nobody may touch the tensors from now on."""
+        for unit in [unit for unit in lot.units if unit.is_armed]:
+            unit.lower_barrier()
         for unit, storage in zip(lot.units, lot.storages, strict=True):
-            if unit.is_armed:
-                unit.lower_barrier()
             unit.host_valid = True
             unit.storage = storage
             unit.tier = Tier.HOST

@@ -163,10 +163,12 @@ class Watch:
 
         Call under :func:`~rl_session.offload.tensors.library_access`.
         """
-        awake = [u for u in snapshot.found() if u.resters and (u.host is None or u.tier is Tier.DEVICE)]
+        found = list(snapshot.found())
+        awake = [unit for unit in found if unit.resters and (unit.tier is Tier.DEVICE or unit.host is None)]
         touched = [unit for unit in awake if unit.has_live_bytes and not self._is_intact(unit)]
         if self.stance is Stance.AT_REST:
-            self._lay_to_rest([unit for unit in snapshot.found() if self._ledger not in unit.resters])
+            ledger = self._ledger
+            self._lay_to_rest([unit for unit in found if ledger not in unit.resters])
         before = self._marks
         self.note(snapshot)
         if touched or self._marks != before:
