@@ -466,7 +466,7 @@ class Receivers:
         found = self._resolve(given, function) if given is not None else None
         if not isinstance(found, Receiver) or not found.is_single or found.tenant is not known[0]:
             return None
-        return attrs.evolve(found, node=node, api=known[1], is_scopes=False, handle_of=None)
+        return attrs.evolve(found, node=node, api=known[1], is_scopes=False, handle_of=None, origin=node)
 
     # -- classes and annotations ----------------------------------------------------------------------------------
 

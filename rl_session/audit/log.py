@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from rl_session.audit.events import SCHEMA
+from rl_session.audit.envelope import SCHEMA
 from rl_session.audit.naming import next_part, rotate
 from rl_session.audit.render import LineRenderer, render_line
 from rl_session.errors import AuditError, ConfigError

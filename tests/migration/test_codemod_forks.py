@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rewriting import check, kept, migrated, rewritten
+from rewriting import check, kept, migrated, rewritten, said
 
 
 @pytest.mark.parametrize(
@@ -107,3 +107,55 @@ def test_a_directive_goes_with_the_call_it_was_written_for_and_a_branch_with_its
                 pass
         """,
     )
+
+
+def test_the_line_that_shares_names_only_what_is_bound_by_then() -> None:
+    check(
+        """
+        if __name__ == "__main__":
+            policy = Policy()
+            engine = VllmGeneration()
+            policy.offload_to_cpu()
+            engine.prepare_for_generation(tags=["weights"])
+        """,
+        """
+        if __name__ == "__main__":
+            policy = Policy()
+            engine = VllmGeneration()
+            share(policy, engine, only_colocated=True)
+            scopes(policy).offload()
+            scopes(engine).wake(tags=["weights"])
+        """,
+    )
+    check(
+        """
+        def setup(configs):
+            for config in configs:
+                teacher = Policy(config)
+                teacher.offload_after_refit()
+            student = Policy(configs)
+            student.offload_after_refit()
+            return student
+        """,
+        """
+        def setup(configs):
+            for config in configs:
+                teacher = Policy(config)
+                scopes(teacher).offload()
+            student = Policy(configs)
+            scopes(student).offload()
+            return student
+        """,
+    )
+
+
+def test_the_rows_of_a_batch_are_not_the_model() -> None:
+    outcomes = migrated(
+        """
+        def f(policy, meta, keys):
+            policy.prepare_for_training()
+            policy.discard_samples(keys, meta.partition_id)
+            policy.train_from_meta(meta, None)
+        """
+    ).outcomes
+    assert said(outcomes) == [("prepare_for_training", "rewritten")]

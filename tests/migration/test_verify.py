@@ -12,8 +12,8 @@ from typing import Any
 import legacy_loops as loops
 import pytest
 import torch
+from click.testing import CliRunner
 from shim_rig import Actor
-from typer.testing import CliRunner
 
 import rl_session as rs
 from rl_session.cli import _app

@@ -38,13 +38,17 @@ _LOOKERS = frozenset(
 
 
 _CONTAINERS = frozenset({"append", "appendleft", "extend", "insert", "setdefault"})
-_METHODS = frozenset({"shutdown", "close", "prepare_step", "finish_step", "items", "keys", "values", "get", "copy"})
+_METHODS = frozenset({"shutdown", "close", "items", "keys", "values", "get", "copy"})
+_OF_ROWS = frozenset(
+    {"prepare_step", "finish_step", "prepare_val_partition", "discard_samples", "get_data_plane_step_metrics"}
+)
+"""What a policy does to the rows of a batch that lie outside the model."""
 _METHODS_LIKE = ("print_", "log_", "init_", "is_", "has_", "start_", "stop_", "report_", "read_", "write_")
 
 
 def is_harmless_method(name: str) -> bool:
     """Whether a method that the tables do not know neither computes nor moves: it connects, tells, measures or ends."""
-    return name in _METHODS or name.startswith(_METHODS_LIKE)
+    return name in _METHODS | _OF_ROWS or name.startswith(_METHODS_LIKE)
 
 
 def is_harmless(node: cst.Call) -> bool:

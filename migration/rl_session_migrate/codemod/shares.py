@@ -44,7 +44,7 @@ def share(
     names = _ordered(known)
     if all(tenant.tenant is Tenant.ENGINE for tenant in known) and len(names) < 2:
         names = []  # of an engine alone it would say that somebody else sends it away
-    for place, said_there in _again(function, tenants, known, rebound, body, first):
+    for place, said_there in _again(function, tenants, known, rebound, body, first, parents):
         insert_behind(strokes, statement_of(place, parents), parents, _share_line(spelling, said_there))
     there = _existing(body, spelling)
     if there is not None:
@@ -64,11 +64,12 @@ def _again(
     rebound: list[tuple[cst.CSTNode, Receiver | None]],
     body: object,
     first: int,
+    parents: Mapping[cst.CSTNode, cst.CSTNode],
 ) -> Iterator[tuple[cst.CSTNode, list[str]]]:
     """Where the line is said again, because a name has come, or stands for another object, and whom it names there."""
     assert isinstance(body, (list, tuple))
     for place in _bound_later(function, [tenant for tenant in tenants if tenant not in known], body[first:]):
-        bound = _ordered([t for t in tenants if t in known or _is_bound_by(function, t, place, body)])
+        bound = _ordered([t for t in tenants if t in known or _is_bound_by(function, t, place, body, parents)])
         if len(bound) > 1:
             yield place, bound
     for place, other in rebound:
@@ -91,11 +92,41 @@ def _bound_later(function: Function, tenants: list[Receiver], behind: object) ->
             yield from (binding.node for binding in bindings)
 
 
-def _is_bound_by(function: Function, tenant: Receiver, node: cst.CSTNode, body: object) -> bool:
-    """Whether a tenant has its name once a statement of a function has run."""
+def _is_bound_by(
+    function: Function,
+    tenant: Receiver,
+    node: cst.CSTNode,
+    body: object,
+    parents: Mapping[cst.CSTNode, cst.CSTNode],
+) -> bool:
+    """Whether a tenant has its name once a statement of a function has run, and not only on some path to it."""
+    root = str(tenant).partition(".")[0]
+    bindings = {binding.node for binding in function.bindings.get(root, [])}
+    if not bindings or bindings & {parameter.node for parameter in function.parameters}:
+        return True
     assert isinstance(body, (list, tuple))
-    index = next((i for i, statement in enumerate(body) if node in set(walk(statement, into_functions=False))), -1)
-    return _is_bound_before(function, tenant, body[: index + 1])
+    around = set(_upwards(node, parents))
+    for here in (here for statement in body for here in walk(statement, into_functions=False)):
+        if here in bindings and not any(_is_left_out(up, parents, around) for up in _upwards(here, parents)):
+            return True
+        if here is node:
+            return False
+    return False
+
+
+def _is_left_out(up: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode], around: set[cst.CSTNode]) -> bool:
+    """Whether what stands around a binding, and not around the place that asks, may not have run."""
+    if up in around:
+        return False
+    is_loop = isinstance(up, (cst.For, cst.While))
+    return is_loop or (isinstance(parents.get(up), (cst.If, cst.Try)) and parents[up] in around)
+
+
+def _upwards(node: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> Iterator[cst.CSTNode]:
+    here: cst.CSTNode | None = node
+    while here is not None:
+        yield here
+        here = parents.get(here)
 
 
 def _makes_room(site: Site) -> bool:

@@ -158,7 +158,11 @@ def find_files(paths: Iterable[Path], config: LintConfig) -> list[Path]:
                     if name.endswith(".py") and not config.excludes(file.resolve()):
                         found[file] = None
         else:
-            raise ConfigError(f"checking {str(path)!r}", ("there is no such file or folder",), "a path that exists")
+            raise ConfigError(
+                f"checking {str(path)!r}",
+                ("there is no such file or folder",),
+                "rl-session lint with a file or folder that is there",
+            )
     return list(found)
 
 
