@@ -122,7 +122,7 @@ class LeaseClient:
         del reply  # a lost rank is noticed by the next call
 
     def view(self) -> dict[str, Any]:
-        """What the first rank says: epoch, who holds the lease and in which scope, the last holder's state, the mode in effect."""
+        """What the first rank says: epoch, who holds the lease in which scope, the last holder's state, the mode."""
         seen: dict[str, Any] = self._first("view")
         self.epoch, self.has_looked = int(seen["epoch"]), True
         return seen
