@@ -426,9 +426,9 @@ class Control:
         """
         with self.lock:
             self.ready(spelling)
-            self._check_nesting(mode, spelling, call_site)
-            self.last_used = self.run.arbiter.tick()
             row = mode if companion is None else Mode.OFFLOADED
+            self._check_nesting(mode, row, spelling, call_site)
+            self.last_used = self.run.arbiter.tick()
             frame = self._open_frame(holder, mode, row, spelling, call_site)
             self.frames.append(frame)
             self._record(
@@ -459,7 +459,7 @@ class Control:
             raise
         frame.companion = companion
 
-    def _check_nesting(self, mode: Mode, spelling: str, call_site: str) -> None:
+    def _check_nesting(self, mode: Mode, row: Mode, spelling: str, call_site: str) -> None:
         if self._calls:
             raise ScopeError(
                 f"{self.label}: {spelling} at {call_site} inside a running compute call",
@@ -467,7 +467,7 @@ class Control:
                 f"with policy.{spelling}: ...  # around the call, not inside its loss or forward",
             )
         if self.run.engines:
-            refuse_beside_engine(self, mode, spelling, call_site)
+            refuse_beside_engine(self, row, spelling, call_site)
         if self.frames and not _may_nest(self.frames[-1], mode):
             outer = self.frames[-1]
             raise NestingError(

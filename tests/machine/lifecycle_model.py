@@ -525,35 +525,40 @@ class World:
         if self.engine.weights in ("discarded", "torn"):
             raise Refused("StaleWeightsError")
 
-    def refit(self, policy: Policy) -> None:
-        """Push the weights of a policy: REFIT, the engine's weights wake, the push, back, the rest wakes."""
+    def refit(self, policy: Policy, *, skipped: bool) -> None:
+        """Push the weights of a policy: REFIT, the engine's weights wake, the push, back, the rest wakes.
+
+        What would change nothing may be skipped; whether it was is for the caller to check.
+        """
         engine = self.engine
         was_asleep = not engine.awake
         row = policy.frames[-1].row if policy.frames else policy.rest_mode
         keeps = row not in NEEDS_DEVICE
         if was_asleep and not keeps and engine.level == 2:
             raise Refused("UsageError")
+        if not skipped:
+            self._push(policy, sleeps=was_asleep and not keeps)
+        if keeps and not engine.frames:
+            if not self.fits(None, 0, engine=sum(engine.sizes.values())):
+                raise Refused("DeviceMemoryError")
+            engine.awake = set(engine.TAGS)
+        self.note()
+
+    def _push(self, policy: Policy, *, sleeps: bool) -> None:
+        engine = self.engine
         if policy.frames and "refit" not in NESTING[policy.frames[-1].mode].split():
             raise Refused("NestingError")
         key = self._enter_refit(policy)
-        weights = sum(engine.sizes[tag] for tag in {*engine.awake, "weights"})
-        failure: Refused | None = None
-        if not self.fits(None, 0, engine=weights):
-            failure = Refused("DeviceMemoryError")
-        else:
+        fits = self.fits(None, 0, engine=sum(engine.sizes[tag] for tag in {*engine.awake, "weights"}))
+        if fits:
             engine.awake.add("weights")
             engine.weights = "pushed"
-        if was_asleep and not keeps and not engine.frames:
+        if sleeps and not engine.frames:
             engine.sleep()
         self.leave(policy, key)
-        if failure is None and keeps and not engine.frames:
-            if not self.fits(None, 0, engine=sum(engine.sizes.values())):
-                failure = Refused("DeviceMemoryError")
-            else:
-                engine.awake = set(engine.TAGS)
         self.note()
-        if failure is not None:
-            raise failure
+        if not fits:
+            raise Refused("DeviceMemoryError")
 
     def _enter_refit(self, policy: Policy) -> int:
         """The engine that is refitted stays as it is, and its scopes are no hindrance."""

@@ -44,6 +44,8 @@ class Player:
         self.step: Any = None
         self.checkpoint: Any = None
         """What the last checkpoint holds."""
+        self.by_hand: set[str] = set()
+        """Components that the user made or freed outside every call of the library."""
 
     @property
     def control(self) -> Any:
@@ -80,7 +82,10 @@ class Stage:
         self.device = EmulatedDevice()
         self.device.poison()
         self.device.delay(setup["delay"])
-        self.session = rs.Session(self.log, release=setup["release"], verify="checksum")
+        self.published: list[bool] = []
+        """For each push since it was cleared, whether it was skipped."""
+        hears = [self._hear]
+        self.session = rs.Session(self.log, release=setup["release"], verify="checksum", audit_processors=hears)
         self.players = {
             name: Player(self, name, seed, setup["optimizers"][seed], setup) for seed, name in enumerate(BACKENDS)
         }
@@ -94,6 +99,11 @@ class Stage:
         self.engine_scopes: list[tuple[int, Any]] = []
         self.device.peak = 0
         self.device.capacity = setup["capacity"]
+
+    def _hear(self, _logger: object, _name: str, record: Any) -> Any:
+        if record["event"] == "weights.published":
+            self.published.append(bool(record.get("skipped")))
+        return record
 
     @property
     def engine_state(self) -> dict[str, Any]:

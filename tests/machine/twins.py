@@ -109,8 +109,9 @@ class Twin:
         was = self.model.training
         self.model.train()
         counts = torch.tensor(seqs), torch.tensor(tokens)
-        loss, _ = loss_fn(self.model(batch["input_ids"]), batch, *counts)
-        loss.backward()
+        with torch.enable_grad():
+            loss, _ = loss_fn(self.model(batch["input_ids"]), batch, *counts)
+            loss.backward()
         self.model.train(was)
         return float(loss.detach())
 
