@@ -228,7 +228,7 @@ class _Autograd:
     def __init__(self, stack: list[_Autograd], owner: object, *, on: bool) -> None:
         self.owner = owner
         self.on = on
-        self._found = torch.is_grad_enabled()
+        self.found = torch.is_grad_enabled()
         self._stack = stack
         self._thread = threading.get_ident()
         stack.append(self)
@@ -242,9 +242,9 @@ class _Autograd:
         at = self._stack.index(self)
         del self._stack[at]
         if at < len(self._stack):
-            self._stack[at]._found = self._found
+            self._stack[at].found = self.found
         elif threading.get_ident() == self._thread:  # grad mode belongs to a thread
-            torch.set_grad_enabled(self._found)
+            torch.set_grad_enabled(self.found)
 
 
 class _AutogradStack(threading.local):

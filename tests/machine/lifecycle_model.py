@@ -121,9 +121,14 @@ class Policy:
     def cells_of(self, row: str, cells: Cells | None = None) -> Cells:
         """What a row asks, with flags decided."""
         asked = cells if cells is not None else TABLE[row]
-        return {c: ("host" if self.by_flag[cell] else "as is") if cell in self.by_flag else cell for c, cell in asked.items()}
+        return {
+            c: ("host" if self.by_flag[cell] else "as is") if cell in self.by_flag else cell
+            for c, cell in asked.items()
+        }
 
-    def target(self, cells: Cells, stored: Mapping[str, str] | None = None, *, lazy: bool | None = None) -> dict[str, str]:
+    def target(
+        self, cells: Cells, stored: Mapping[str, str] | None = None, *, lazy: bool | None = None
+    ) -> dict[str, str]:
         """Where everything goes; ``stored`` is what an exit comes back to."""
         keeps = self.live and self.live_gradients != "discard"
         found = {}
@@ -148,7 +153,13 @@ class Policy:
     # -- moving --------------------------------------------------------------------------------------------------
 
     def move(
-        self, mode: str, row: str, cells: Cells | None = None, stored: Mapping[str, str] | None = None, *, evict: bool = False
+        self,
+        mode: str,
+        row: str,
+        cells: Cells | None = None,
+        stored: Mapping[str, str] | None = None,
+        *,
+        evict: bool = False,
     ) -> None:
         """A transition."""
         asked = self.cells_of(row, cells)

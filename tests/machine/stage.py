@@ -13,6 +13,8 @@ from twins import Net, Twin, make_optimizer, state_of
 import rl_session as rs
 from rl_session.testing import EmulatedDevice, FakeEngine
 
+figures = {"examples": 0, "steps": 0, "faults": 0, "refusals": 0}
+"""What the machine has done in this process; printed at the end of a run."""
 BACKENDS = {"actor": "dtensor", "rival": "megatron"}
 
 
