@@ -3,6 +3,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
+SEED ?= 1
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -10,7 +11,7 @@ SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-smoke test loops check docs format format-check lint types imports clean
+.PHONY: help setup demo demo-smoke test test-nightly loops check docs format format-check lint types imports clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +35,11 @@ demo-smoke: $(STAMP) ## The demo, two steps
 # One thread a process: JOBS processes share the cores. torch and numpy would each start a thread a core.
 test: $(STAMP) ## Run the tests (ARGS="-k scope" is handed on; JOBS=0 for one process)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+NIGHTLY := tests/machine tests/session/test_random_tenants.py tests/generation/test_machine.py
+
+test-nightly: $(STAMP) ## Random programs in depth (SEED=2 for others; takes an hour)
+	@HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(NIGHTLY) --hypothesis-seed=$(SEED) --timeout 0 $(ARGS)
 
 loops: $(STAMP) ## Make the scoped loops of migration/loops from the legacy ones
 	@cp migration/loops/legacy/*.py migration/loops/scoped/

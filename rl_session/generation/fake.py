@@ -140,6 +140,10 @@ class FakeEngine:
         self._faults.append(fault)
         return fault
 
+    def disarm(self, fault: EngineFault) -> None:
+        """Take a fault back; nothing where it has happened."""
+        self._faults = [each for each in self._faults if each is not fault]
+
     def heal(self) -> None:
         """Disarm every fault that has not fired."""
         self._faults.clear()

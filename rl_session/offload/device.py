@@ -165,6 +165,10 @@ class Fault:
     fired: bool = False
     seen: int = 0
 
+    def happen(self) -> BaseException:
+        """It is due: what is raised."""
+        return self.error
+
     def next_is_due(self, operation: Operation) -> bool:
         """Count one storage of ``operation``; whether this is the one to fail."""
         if self.fired or operation != self.operation:
@@ -242,9 +246,21 @@ class EmulatedDevice(Device):
             error = InjectedFault(f"injected: {operation} of storage {k}, {point}")
         elif isinstance(error, type):
             error = error(f"injected: {operation} of storage {k}, {point}")
-        fault = Fault(operation, k, point, error)
+        return self.arm(Fault(operation, k, point, error))
+
+    def arm(self, fault: Fault) -> Fault:
+        """Have a fault of one's own making, once it is due."""
         self._faults.append(fault)
         return fault
+
+    def disarm(self, fault: Fault) -> None:
+        """Take a fault back; nothing where it has happened."""
+        self._faults = [each for each in self._faults if each is not fault]
+
+    @property
+    def num_armed(self) -> int:
+        """Faults that have not happened yet."""
+        return len(self._faults)
 
     def heal(self) -> None:
         """Disarm every fault that has not fired."""
@@ -317,7 +333,7 @@ class EmulatedDevice(Device):
         for storage, size in zip(storages, nbytes, strict=True):
             fault = self._due("allocate")
             if fault and fault.point == "before":
-                raise fault.error
+                raise fault.happen()
             self._check_capacity(resident, size)
             storage.resize_(size)
             if self._poisons:
@@ -327,7 +343,7 @@ class EmulatedDevice(Device):
             resident += size
             self.peak = max(self.peak, resident)
             if fault:
-                raise fault.error
+                raise fault.happen()
 
     def _check_capacity(self, resident: int, size: int) -> None:
         if self.capacity is not None and resident + size > self.capacity:
@@ -342,14 +358,14 @@ class EmulatedDevice(Device):
         for storage in storages:
             fault = self._due("free")
             if fault and fault.point == "before":
-                raise fault.error
+                raise fault.happen()
             if self._poisons:
                 with library_access():
                     byte_alias(storage).fill_(_POISON)
             storage.resize_(0)
             self._resident.pop(storage._cdata, None)
             if fault:
-                raise fault.error
+                raise fault.happen()
 
     def copy_out(self, pairs: Sequence[CopyPair]) -> None:
         """Copy device bytes to the host, at once or when awaited."""
@@ -375,7 +391,7 @@ class EmulatedDevice(Device):
     def _copy_one(self, operation: Literal["copy_out", "copy_in"], storage: torch.UntypedStorage, host: Tensor) -> None:
         fault = self._due(operation)
         if fault and fault.point == "before":
-            raise fault.error
+            raise fault.happen()
         size = host.numel() // 2 if fault and fault.point == "half" else host.numel()
         self._count(operation, 1, size)
         if self._delays:
@@ -384,7 +400,7 @@ class EmulatedDevice(Device):
         else:
             _copy_prefix(operation, storage, host, size)
         if fault:
-            raise fault.error
+            raise fault.happen()
 
     def _count(self, operation: Operation, num_copies: int, nbytes: int) -> None:
         self.num_copies += num_copies
@@ -405,7 +421,7 @@ class EmulatedDevice(Device):
         """Carry out every delayed copy, in order."""
         fault = self._due("synchronize")
         if fault and fault.point == "before":
-            raise fault.error
+            raise fault.happen()
         pending, self._pending = self._pending, []
         if fault and fault.point == "half":
             pending = pending[: len(pending) // 2]
@@ -413,7 +429,7 @@ class EmulatedDevice(Device):
             for copy in pending:
                 copy()
         if fault:
-            raise fault.error
+            raise fault.happen()
 
     def checksum(self, storage: torch.UntypedStorage) -> int:
         """CRC-32 of the storage's bytes."""

@@ -16,7 +16,9 @@ from rl_session.offload.device import Device, EmulatedDevice, Fault
 
 __all__ = ["emulate"]
 
-_ASKED = frozenset({"bytes_in", "bytes_out", "resident_bytes", "held_bytes", "peak", "num_copies", "capacity"})
+_ASKED = frozenset(
+    {"bytes_in", "bytes_out", "resident_bytes", "held_bytes", "peak", "num_copies", "capacity", "num_armed"}
+)
 _TOLD = frozenset({"fail", "heal", "delay", "poison"})
 _STALL_SECONDS = 3600.0
 
@@ -72,5 +74,5 @@ def emulate(device: Device, name: str, *args: Any) -> Any:
     else:
         operation, k, point = args
         kind = _Dying if name == "die" else _Stalling
-        device._faults.append(kind(operation, k, point, RuntimeError()))  # noqa: SLF001 (a device of ours, for tests)
+        device.arm(kind(operation, k, point, RuntimeError()))
     return None

@@ -1,10 +1,10 @@
 """What policies and an engine on one device must do, in plain Python: a model that knows no torch and no library.
 
-Written from what the documentation states: the mode table, the nesting table, the scope rules, the table of legacy calls. A policy
-is a placement, a stack of scopes and a resting mode. Each public operation either says why it must be refused, and changes nothing,
-or changes the model; on the way it notes every state in which a failure may leave it (``trail``).
+Written from what the documentation states: the mode table, the nesting table, the scope rules, the table of legacy calls.
+A policy is a placement, a stack of scopes and a resting mode. Each public operation either says why it must be refused, and
+changes nothing, or changes the model; on the way it notes every state in which a failure may leave it (``trail``).
 
-Components are P (parameters), B (buffers), G (gradients), O (optimizer state) and X (an extra of the user's, which moves as O does).
+Components are P (parameters), B (buffers), G (gradients), O (optimizer state) and X (an extra, which moves as O does).
 Tiers are "device", "host" and "none".
 """
 
@@ -334,9 +334,10 @@ class World:
 
     def _come(self, policy: Policy, row: str, cells: Cells | None, stored: Mapping[str, str] | None) -> None:
         """What a transition to ``row`` does to the engine, and whether there is room."""
-        if row in NEEDS_DEVICE and (cells is None or cells["P"] == "device"):
-            if self.engine.awake and not self.engine.frames and not self.engine.lazy:
-                self.engine.sleep()
+        engine = self.engine
+        comes = row in NEEDS_DEVICE and (cells is None or cells["P"] == "device")
+        if comes and engine.awake and not engine.frames and not engine.lazy:
+            engine.sleep()
         if not self.fits(policy, policy.demand(row, cells, stored)):
             raise Refused("DeviceMemoryError")
 
@@ -344,7 +345,7 @@ class World:
         if not policy.frames:
             return True
         outer = policy.frames[-1]
-        by_row = outer.row == outer.mode or mode == outer.mode or mode in NESTING[outer.row].split()
+        by_row = outer.mode in (outer.row, mode) or mode in NESTING[outer.row].split()
         return mode in NESTING[outer.mode].split() and by_row
 
     def check_enter(self, policy: Policy, mode: str) -> None:

@@ -1,4 +1,4 @@
-"""The real thing under the machine: a session with two policies and an engine on one device, and eyes that do not ask the library."""
+"""The real thing under the machine: two policies and an engine on one device, and eyes that do not ask the library."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_session_migrate.shim.policy import LegacyPolicy
 from torch import Tensor
 from twins import Net, Twin, make_optimizer, state_of
 
 import rl_session as rs
 from rl_session.testing import EmulatedDevice, FakeEngine
+from rl_session_migrate.shim.policy import LegacyPolicy
 
 figures = {"examples": 0, "steps": 0, "faults": 0, "refusals": 0}
 """What the machine has done in this process; printed at the end of a run."""

@@ -1,9 +1,9 @@
 """Any sequence of anything: scopes, steps, legacy calls, checkpoints, engines, evictions and faults, against a model.
 
-Two policies and an engine share a device, eagerly or lazily, with room for all or not. After every step each policy is in the mode
-that the model says, its bytes are where the model says (found by looking at storages, and by what the device counts), and they are
-bit for bit those of a twin in plain torch that did the same. What must be refused is refused by the named error; what fails leaves
-a state that the rules of scopes allow. At the end the log replays without a contradiction, to that same placement.
+Two policies and an engine share a device, eagerly or lazily, with room for all or not. After every step each policy is in the
+mode that the model says, its bytes are where the model says (found by looking at storages, and by what the device counts), and
+they are bit for bit those of a twin in plain torch that did the same. What must be refused is refused by the named error; what
+fails leaves a state that the rules of scopes allow. At the end the log replays without a contradiction, to that same placement.
 """
 
 from __future__ import annotations
@@ -852,7 +852,7 @@ class Lifecycle(RuleBasedStateMachine):
         policy.place = player.placement()
         policy.mode = policy.row = player.policy.mode.value
         policy.pending = player.control._pending_release
-        policy.rest_stored = {c: "none" for c in COMPONENTS}
+        policy.rest_stored = dict.fromkeys(COMPONENTS, "none")
         for key, tier in player.control.resting.items():
             policy.rest_stored["X" if key == "ema" else key[0].upper()] = tier.value
         policy.surely_clean.clear()

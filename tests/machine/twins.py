@@ -1,7 +1,7 @@
 """The same training twice: once behind the library, once in plain torch with nothing around it.
 
-A twin is what the bytes must be. It does what a user of the library does, with torch alone, in the same order, so that the two can
-be compared bit for bit. Knows nothing of modes and placements.
+A twin is what the bytes must be. It does what a user of the library does, with torch alone, in the same order, so that the
+two can be compared bit for bit. Knows nothing of modes and placements.
 """
 
 from __future__ import annotations
