@@ -218,6 +218,7 @@ class Policy:
         left = copy.deepcopy(self)
         left.mode, left.row, *_ = left.outside()
         left.pending = True
+        left.surely_clean.clear()  # in the outer mode anybody may write
         return left
 
     def as_if_the_way_out_failed_from(self, key: int) -> Policy:
@@ -298,6 +299,8 @@ class World:
         self.engine = engine
         self.capacity = capacity
         self.trail: list[World] = []
+        self.is_recording = False
+        """Whether the trail is kept: it is, where something may fail."""
         self._keys = 0
 
     def copy(self) -> World:
@@ -310,6 +313,8 @@ class World:
 
     def note(self, policy: Policy | None = None) -> None:
         """A failure may leave the world as it is now; with ``policy``, that one as it is given."""
+        if not self.is_recording:
+            return
         left = self.copy()
         if policy is not None:
             left.policies[policy.name] = policy
@@ -485,15 +490,20 @@ class World:
         """The policy leaves and the engine wakes, in one block; returns its key."""
         key = self.enter(policy, "generation", row="offloaded", engine=True)
         self.note(policy.as_if_the_way_out_failed_from(key))
-        left = self.copy()
-        left.leave(left.policies[policy.name], key)
-        self.trail.append(left)
+        self._note_left(policy, key)
         try:
             self.wake(key, Engine.TAGS)
         except Refused:
             self.leave(policy, key)
             raise
         return key
+
+    def _note_left(self, policy: Policy, key: int) -> None:
+        """A failure may leave the world as if the scope had been left at once."""
+        if self.is_recording:
+            left = self.copy()
+            left.leave(left.policies[policy.name], key)
+            self.trail.append(left)
 
     def end_generation(self, policy: Policy | None, key: int) -> None:
         """The engine is let go, then the policy moves back."""
@@ -583,7 +593,5 @@ class World:
         finally:
             engine.lazy, engine.frames, engine.awake = lazy, frames, awake
         self.note(policy.as_if_the_way_out_failed_from(key))
-        left = self.copy()
-        left.leave(left.policies[policy.name], key)
-        self.trail.append(left)
+        self._note_left(policy, key)
         return key

@@ -46,6 +46,8 @@ class Player:
         self.step: Any = None
         self.checkpoint: Any = None
         """What the last checkpoint holds."""
+        self.told_at: Any = None
+        """What was seen when the library was asked last where the bytes are; asked again where it is another."""
         self.by_hand: set[str] = set()
         """Components that the user made or freed outside every call of the library."""
 
