@@ -294,8 +294,14 @@ class EmulatedDevice(Device):
         if nbytes < 0:
             raise ConfigError(f"EmulatedDevice.occupy({nbytes})", (), "EmulatedDevice.occupy(2**20)")
         block = torch.empty(0, dtype=torch.uint8)
-        self.allocate([block.untyped_storage()], [nbytes])
-        return block.set_(block.untyped_storage(), 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
+        storage = block.untyped_storage()
+        try:
+            self.allocate([storage], [nbytes])
+        except BaseException:  # it may have come after the bytes did, and whoever keeps the error keeps the block
+            storage.resize_(0)
+            self._resident.pop(storage._cdata, None)
+            raise
+        return block.set_(storage, 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
 
     def vacate(self, block: Tensor) -> None:
         """Give back what :meth:`occupy` took; views of it read nothing from now on."""

@@ -149,3 +149,12 @@ def test_what_cannot_fail_so_is_refused(session: rs.Session) -> None:
             pytest.fail("armed")
     with policy.logprob_mode(), ranks.logprob_mode():
         pass
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_allocation_that_failed_holds_nothing(point: Point) -> None:
+    device = EmulatedDevice()
+    with inject_fault(device, "allocate", point=point), pytest.raises(RuntimeError, match="injected") as raised:
+        device.occupy(100)
+    assert raised.value is not None, "the error is kept, and with it the frame that allocated"
+    assert device.resident_bytes == 0
