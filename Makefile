@@ -11,7 +11,7 @@ SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-smoke test test-nightly loops check docs format format-check lint types imports clean
+.PHONY: help setup demo demo-smoke test test-nightly loops bench bench-gpu check docs format format-check lint types imports clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,12 @@ loops: $(STAMP) ## Make the scoped loops of migration/loops from the legacy ones
 	@$(BIN)/rl-session migrate migration/loops/scoped --write --quiet
 
 check: format-check lint types imports docs test ## Everything that must hold: format, ruff, mypy, import contracts, docs, tests
+
+bench: $(STAMP) ## Run the benchmarks; numbers in build/bench.json (ARGS="engine scope" for some)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/everything.py $(ARGS)
+
+bench-gpu: $(STAMP) ## Measure a CUDA device (without one: says so)
+	@$(BIN)/python benchmarks/gpu.py --json build/bench-gpu.json $(ARGS)
 
 format: $(STAMP) ## Format, and mend what ruff can mend
 	@$(BIN)/ruff check --quiet --fix-only .

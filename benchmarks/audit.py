@@ -1,7 +1,7 @@
 """What the audit log costs: records written and read a second, and time and memory of tools over a long log.
 
     python benchmarks/audit.py                    # a million records
-    python benchmarks/audit.py --records 100000 --json
+    python benchmarks/audit.py --records 100000
 
 Machines differ and are shared: each number is also given against a yardstick measured beside it, the bare ``os.write``
 of a line, or the bare reading and JSON parsing of the file.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from harness import parser, report, show
 
 from rl_session.audit import AuditLog, events, read_audit
 
@@ -107,16 +108,16 @@ def best_rate(work: Callable[[], object], num: int = 100, repeat: int = 1000) ->
     return num / best
 
 
-def measure_writing(folder: Path) -> dict[str, float]:
+def measure_writing(folder: Path, rounds: int) -> dict[str, float]:
     """Records a second: in a file, nowhere, and the bare system call beside them."""
     event = events.ComponentMoved(component="params", from_tier="host", to_tier="device", nbytes=2**30, seconds=0.01)
     log, nowhere = AuditLog(folder / "rate.jsonl"), AuditLog(None)
     line = b"x" * 299 + b"\n"
     fd = os.open(folder / "bare", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     at: dict[str, Any] = {"policy": "actor", "scope_id": 3, "transition_id": 8, "step": 2}
-    bare = best_rate(lambda: os.write(fd, line))
-    written = best_rate(lambda: log.write(event, **at))
-    silent = best_rate(lambda: nowhere.write(event, **at))
+    bare = best_rate(lambda: os.write(fd, line), repeat=rounds)
+    written = best_rate(lambda: log.write(event, **at), repeat=rounds)
+    silent = best_rate(lambda: nowhere.write(event, **at), repeat=rounds)
     os.close(fd)
     log.close()
     return {
@@ -206,11 +207,11 @@ def measure_tool(name: str, path: Path) -> dict[str, float] | None:
     return found
 
 
-def measure(num_records: int) -> dict[str, Any]:
+def measure(num_records: int, *, rounds: int) -> dict[str, Any]:
     """Everything."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        writing = measure_writing(folder)
+        writing = measure_writing(folder, rounds)
         path = folder / "run.jsonl"
         spent = write_log(path, num_records)
         num = path.read_bytes().count(b"\n") if num_records <= 100_000 else sum(1 for _ in path.open("rb"))
@@ -227,35 +228,51 @@ def measure(num_records: int) -> dict[str, Any]:
         }
 
 
-def _print(found: dict[str, Any]) -> None:
-    writing = found["writing"]
-    print(f"{found['records']} records, {found['mib']:.0f} MiB")
-    print(
-        f"write    {writing['written_per_second']:>9.0f} records/s  {writing['times_bare_write']:.1f} times a bare write"
-        f"  (goal {_TARGETS['written_per_second']}; in one go {writing['sustained_per_second']:.0f} a second of CPU)"
-    )
-    print(f"nowhere  {writing['nowhere_microseconds']:>9.2f} us a record")
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a tool, as a table."""
+    rows = []
     for name, tool in found["tools"].items():
-        print(
-            f"{name:<8} {tool['records_per_second']:>9.0f} records/s  {tool['times_bare']:>4.1f} times bare"
-            f"  {tool['seconds']:5.1f} s ({tool['cpu_seconds']:.1f} of CPU)  {tool['mib']:4.0f} MiB"
+        at_goal = name in ("summary", "check")
+        rows.append(
+            {
+                "tool": name,
+                "records/s": tool["records_per_second"],
+                "x bare, CPU": tool["times_bare"],
+                "seconds": tool["seconds"],
+                "CPU seconds": tool["cpu_seconds"],
+                "peak MiB": tool["mib"],
+                "goal at a million": f"{_TARGETS['seconds']:.0f} s, {_TARGETS['mib']:.0f} MiB" if at_goal else "",
+            }
         )
-    print(f"goals of summary and check at a million records: {_TARGETS['seconds']:.0f} s, {_TARGETS['mib']:.0f} MiB")
+    return rows
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--tool", choices=list(_TOOLS), help=argparse.SUPPRESS)
-    parser.add_argument("--log", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(str(__doc__))
+    made.add_argument("--records", type=int, default=1_000_000, help="length of the log (default a million)")
+    made.add_argument("--tool", choices=list(_TOOLS), help=argparse.SUPPRESS)
+    made.add_argument("--log", help=argparse.SUPPRESS)
+    options = made.parse_args(argv)
     if options.tool:
         print(json.dumps(run_tool(options.tool, options.log)))
         return
-    found = measure(options.records)
-    print(json.dumps(found, indent=2)) if options.json else _print(found)
+    found = measure(2_000 if options.smoke else options.records, rounds=10 if options.smoke else 1000)
+    writing = found["writing"]
+    show(
+        "Writing records",
+        [
+            {
+                "records/s": writing["written_per_second"],
+                "goal": _TARGETS["written_per_second"],
+                "x a bare write": writing["times_bare_write"],
+                "in one go, per second of CPU": writing["sustained_per_second"],
+                "logging nowhere, us": writing["nowhere_microseconds"],
+            }
+        ],
+    )
+    show(f"Reading {found['records']:,} records, {found['mib']:.0f} MiB", rows_of(found))
+    report({"audit": found}, options.json)
 
 
 if __name__ == "__main__":

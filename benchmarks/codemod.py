@@ -89,16 +89,17 @@ def _cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in map(getrusage, (RUSAGE_SELF, RUSAGE_CHILDREN)))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run."""
     options_parser = parser(str(__doc__))
     options_parser.add_argument("--lines", type=int, default=20_000, help="lines of each corpus")
     options_parser.add_argument("--jobs", type=int, default=2, help="processes")
-    options: argparse.Namespace = options_parser.parse_args()
-    num_lines = 600 if options.smoke else options.lines
+    options: argparse.Namespace = options_parser.parse_args(argv)
+    num_lines = 100 if options.smoke else options.lines
+    corpora = {"loops and nothing else": 0, "loops among other code": 300}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, padding in (("loops and nothing else", 0), ("loops among other code", 300)):
+        for name, padding in list(corpora.items())[: 1 if options.smoke else 2]:
             inside = Path(folder, name.replace(" ", "_"))
             inside.mkdir()
             rows.append(measure(name, corpus(inside, num_lines, padding=padding), options.jobs))

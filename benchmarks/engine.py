@@ -117,12 +117,12 @@ def _profile(work: Any) -> None:
     pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run."""
     made = parser(str(__doc__))
     made.add_argument("--shapes", nargs="+", choices=[*LEVEL, "8b", "30b-moe"], default=[*LEVEL, "8b", "30b-moe"])
     made.add_argument("--profile", action="store_true", help="print where the time of one cycle goes")
-    options = made.parse_args()
+    options = made.parse_args(argv)
     torch.set_num_threads(1)
     rows = [measure(shape, options) for shape in options.shapes]
     show("Off the device and back", rows, note="of floor: floor / ours; x legacy: legacy / ours; medians of one run")

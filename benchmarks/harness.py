@@ -109,6 +109,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], *, note: str = "") -> No
 def report(found: Mapping[str, Any], path: Path | None) -> None:
     """Write what was found as JSON, with the machine."""
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"machine": machine(), **found}, indent=2) + "\n")
 
 

@@ -132,15 +132,18 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run."""
     made = parser(str(__doc__))
     made.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
-    options = made.parse_args()
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    options = made.parse_args(argv)
+    started = not ray.is_initialized()
+    if started:
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with tempfile.TemporaryDirectory() as folder:
         rows = [measure(number, options, Path(folder)) for number in options.ranks]
-    ray.shutdown()
+    if started:
+        ray.shutdown()
     constants = fit(rows)
     show("A transition in which nothing moves", rows, note="lowest decile of calls taken in turns")
     show("Constants of docs/scale.md", [constants])

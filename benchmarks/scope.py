@@ -75,9 +75,9 @@ def measure(options: Any, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run."""
-    options = parser(str(__doc__)).parse_args()
+    options = parser(str(__doc__)).parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(options, Path(folder))
     show("Re-entering the mode in effect", rows, note="best of the repetitions: a neighbour only ever adds")

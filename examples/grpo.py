@@ -35,6 +35,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rl_session as rs
+from rl_session.audit.timeline import timeline_page
 
 PAD, EOS, SEP = 0, 1, 2
 ALPHABET = string.ascii_lowercase
@@ -288,7 +289,15 @@ def summary(log: Path, rewards: tuple[float, float], seconds: float) -> Table:
     table.add_row("bytes swapped for the reference", f"{swapped:,}")
     table.add_row("seconds moving, of all", f"{moving:.1f} of {seconds:.1f}")
     table.add_row("log", str(log))
+    table.add_row("picture: open it in a browser", str(draw(log)))
     return table
+
+
+def draw(log: Path) -> Path:
+    """Draw the run as one HTML page beside its log, as ``rl-session audit timeline`` does."""
+    page = log.with_suffix(".html")
+    page.write_text(timeline_page(rs.read_audit(log).dicts()), encoding="utf-8")
+    return page
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -306,6 +315,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.steps < 1 or arguments.warmup_steps < 1:
         parser.error("--steps and --warmup-steps must be at least 1")
+    if arguments.device != "cpu" and not (arguments.device.startswith("cuda") and torch.cuda.is_available()):
+        parser.error(f"--device {arguments.device}: not here; `rl-session doctor` says what this machine has")
     return arguments
 
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 import rl_session as rs
+from rl_session.audit.timeline import timeline_page
 from rl_session.testing import EmulatedDevice
 
 PAD, EOS, SEP = 0, 1, 2
@@ -326,7 +327,15 @@ def summary(log: Path, device: EmulatedDevice, release: str, rewards: tuple[floa
     table.add_row("bytes swapped for the reference", f"{sum(event.nbytes for event in swapped):,}")
     table.add_row("seconds moving, of all", f"{sum(event.seconds for event in committed):.1f} of {seconds:.1f}")
     table.add_row("log", str(log))
+    table.add_row("picture: open it in a browser", str(draw(log)))
     return table
+
+
+def draw(log: Path) -> Path:
+    """Draw the run as one HTML page beside its log, as ``rl-session audit timeline`` does."""
+    page = log.with_suffix(".html")
+    page.write_text(timeline_page(rs.read_audit(log).dicts()), encoding="utf-8")
+    return page
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=5, help="training steps (default 5)")
     parser.add_argument("--audit", metavar="FILE", help="keep an audit log there")
     arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
     torch.manual_seed(0)
     torch.set_num_threads(1)
 

@@ -109,7 +109,14 @@ class OffloadConfig:
     pin: bool = attrs.field(default=True, validator=_boolean)
 
     def flags(self, *, release: Release) -> Flags:
-        """The part that decides placements, with ``release`` as inherited."""
+        """The part that decides placements.
+
+        Args:
+            release: What holds where this configuration says nothing.
+
+        Returns:
+            What :func:`rl_session.lifecycle.resolve` reads.
+        """
         return Flags(
             release=self.release or release,
             offload_optimizer_for_logprob=self.offload_optimizer_for_logprob,

@@ -118,11 +118,22 @@ class Placement(Mapping[str, Tier]):
         return f"Placement({', '.join(f'{name}={tier}' for name, tier in self._tiers.items())})"
 
     def evolve(self, **tiers: Tier) -> Placement:
-        """A copy with the named components at other tiers."""
+        """A copy with the named components at other tiers.
+
+        Args:
+            **tiers: Component to its new tier.
+
+        Returns:
+            The copy.
+        """
         return Placement({**self._tiers, **tiers})
 
     def as_text(self) -> dict[str, str]:
-        """Plain strings, for records and messages."""
+        """Plain strings, for records and messages.
+
+        Returns:
+            Component to "device", "host" or "none".
+        """
         return {name: tier.value for name, tier in self._tiers.items()}
 
 

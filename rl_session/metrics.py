@@ -48,17 +48,34 @@ def mean(x: Any, weight: Any = 1) -> Mark:
         x: A number or a tensor of one element.
         weight: How much it counts, usually the number of tokens or sequences it is the mean of. What has weight 0
             does not count, even if it is NaN; when nothing counts the mean is NaN.
+
+    Returns:
+        The marked number, to be put into the metrics that a loss returns.
     """
     return Mark("mean", x, weight)
 
 
 def min(x: Any) -> Mark:
-    """Mark a metric whose smallest value is kept. ``x`` is a number or a tensor of one element."""
+    """Mark a metric whose smallest value over micro-batches and ranks is kept.
+
+    Args:
+        x: A number or a tensor of one element.
+
+    Returns:
+        The marked number.
+    """
     return Mark("min", x)
 
 
 def max(x: Any) -> Mark:
-    """Mark a metric whose greatest value is kept. ``x`` is a number or a tensor of one element."""
+    """Mark a metric whose greatest value over micro-batches and ranks is kept.
+
+    Args:
+        x: A number or a tensor of one element.
+
+    Returns:
+        The marked number.
+    """
     return Mark("max", x)
 
 

@@ -208,9 +208,9 @@ class TrainableModel:
         """Make ``B / gbs`` optimizer steps over a batch, then one scheduler step.
 
         Args:
-            batch: ``input_ids [B, S]``, ``input_lengths [B]``, optional masks, and what the loss needs.
+            batch: ``input_ids [B, S]`` int64, right-padded, ``input_lengths [B]``, optional masks, and what the loss needs.
             loss_fn: ``loss_fn(logits [b, S, V], batch, global_valid_seqs, global_valid_tokens) -> (loss, metrics)``;
-                micro-batch losses sum to the loss of the global batch.
+                micro-batch losses sum to the loss of the global batch. A value model's gets values ``[b, S, 1]``.
             gbs: Sequences an optimizer step sees; the whole batch by default.
             mbs: Sequences a forward sees; ``gbs`` by default.
             eval_mode: Only compute the loss: no gradients, no optimizer step, eval mode.
@@ -239,6 +239,10 @@ class TrainableModel:
             global_valid_tokens: Tokens that count in the whole step. Without them the loss gets 1 and ``commit`` divides
                 by the counts it summed.
 
+        Returns:
+            The step: ``forward_backward(chunk, loss_fn)``, then ``commit()`` or ``abort()``; or
+            ``with policy.begin_step() as step:``.
+
         Raises:
             ModeError: Not in training mode.
             OpenStepError: A step is open already, or gradients of a backward of your own are live.
@@ -258,12 +262,22 @@ class TrainableModel:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A CPU copy of ``module.state_dict()``, from whichever tier holds the bytes. Legal in every mode."""
+        """A CPU copy of ``module.state_dict()``, from whichever tier holds the bytes. Legal in every mode.
+
+        Returns:
+            Name to tensor, in the model's dtypes; yours to keep.
+
+        Raises:
+            ClosedError: The policy was closed.
+        """
         state: dict[str, Tensor] = self._control.call_plain("state_dict")
         return state
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write parameters, buffers, optimizer and scheduler state to a directory. Legal in every mode; nothing moves.
+
+        Args:
+            path: The directory; a checkpoint that is there is replaced when the new one is complete.
 
         Raises:
             CheckpointError: ``path`` is something else than a checkpoint or a free name.
@@ -273,6 +287,9 @@ class TrainableModel:
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Read a checkpoint back, into whichever tier holds the bytes; it also heals a faulted policy.
+
+        Args:
+            path: The directory that :meth:`save_checkpoint` wrote.
 
         Raises:
             ModeError: Not in OFFLOADED, RESIDENT or TRAINING.
@@ -328,6 +345,9 @@ class TrainableModel:
     def add_cache_hook(self, hook: Callable[[nn.Module], None]) -> None:
         """Call ``hook(module)`` whenever bytes leave the device, to free what no component owns.
 
+        Args:
+            hook: It gets the module, on the thread that moves.
+
         Raises:
             ClosedError: The policy was closed.
         """
@@ -361,7 +381,26 @@ class TrainableModel:
 class Policy(TrainableModel):
     """A policy: a causal language model that trains, gives log-probabilities and generates.
 
-    Made by :func:`rl_session.attach` or :meth:`Session.attach`.
+    Made by :func:`rl_session.attach`, :meth:`Session.attach` or :meth:`Session.policy`. Outside every scope it rests: on the
+    host, unless ``base="resident"`` or :meth:`switch` say otherwise. A scope brings in what its mode needs, and gives back
+    what was there before:
+
+        with policy.generation_mode():       # an engine samples
+            rollouts = engine.generate(prompts)
+        with policy.logprob_mode():          # weights on the device, eval, no_grad
+            batch |= policy.get_logprobs(batch) | policy.get_reference_policy_logprobs(batch)
+        with policy.training_mode():         # weights, gradients and optimizer state on the device
+            result = policy.train(batch, loss_fn, mbs=4)
+
+    :meth:`refit_mode` (or :meth:`refit`, all of it) is for handing the weights to an engine, :meth:`offloaded` for somebody
+    else's turn on the device. Scopes may be nested: logprob, refit and offloaded in training, refit and offloaded in logprob.
+    They are ``async with`` too, and each yields a handle that has only the calls of its mode. A call in the wrong mode is a
+    ``ModeError`` that names the scope to write; :attr:`mode`, :attr:`placement` and :meth:`memory` say what is where.
+
+    A batch is a mapping of tensors with one batch axis: ``input_ids [B, S]`` int64, right-padded, and ``input_lengths [B]``;
+    where losses count, ``token_mask [B, S]`` and ``sample_mask [B]`` (bool, int or float, all ones by default); and what the
+    loss reads. Results are CPU tensors in the caller's order. Every error is a subclass of ``RLSessionError``; the numbers in
+    messages lead to docs/errors.md. The guide is docs/lifecycle.md.
     """
 
     def __init__(self, control: Control, device: Device, on_close: Callable[[TrainableModel], None]) -> None:
@@ -502,7 +541,7 @@ class Policy(TrainableModel):
         """Log-probabilities of the batch's tokens.
 
         Args:
-            batch: ``input_ids [B, S]``, ``input_lengths [B]``.
+            batch: ``input_ids [B, S]`` int64, right-padded, ``input_lengths [B]``.
             temperature: Logits are divided by it; the policy's own by default.
             mbs: Sequences a forward sees; all by default.
 
@@ -523,7 +562,7 @@ class Policy(TrainableModel):
         """Log-probabilities under the reference; the live weights come back bit for bit, by an exception too.
 
         Args:
-            batch: ``input_ids [B, S]``, ``input_lengths [B]``.
+            batch: ``input_ids [B, S]`` int64, right-padded, ``input_lengths [B]``.
             temperature: Logits are divided by it; the policy's own by default.
             mbs: Sequences a forward sees; all by default.
 
@@ -541,6 +580,11 @@ class Policy(TrainableModel):
     def get_topk_logits(self, batch: Batch, k: int, *, mbs: int | None = None) -> dict[str, Any]:
         """The k largest next-token logits.
 
+        Args:
+            batch: ``input_ids [B, S]`` int64, right-padded, ``input_lengths [B]``.
+            k: How many of each token; at most the vocabulary.
+            mbs: Sequences a forward sees; all by default.
+
         Returns:
             ``topk_logits`` float32 and ``topk_indices`` int64, both ``[B, S-1, k]`` on the CPU.
 
@@ -553,6 +597,9 @@ class Policy(TrainableModel):
 
     def score(self, batch: Batch) -> dict[str, Any]:
         """One score a sequence, for models with a scalar head.
+
+        Args:
+            batch: ``input_ids [B, S]`` int64, right-padded, ``input_lengths [B]``.
 
         Returns:
             ``scores [B]`` float32 on the CPU.
@@ -606,7 +653,15 @@ class _Generating:
 class ValueModel(TrainableModel):
     """A critic: gives one value a token, and trains.
 
-    Made by :meth:`Session.attach_value`.
+    Made by :meth:`Session.attach_value` or :meth:`Session.value_model`. As :class:`Policy`, with other scopes:
+
+        with value.inference_mode():
+            batch |= value.get_values(batch)
+        with value.training_mode():
+            value.train(batch, value_loss)
+
+    The model gives ``[b, S, 1]``, and that is what the loss of :meth:`train` is given in place of logits. To infer only,
+    ``[b, S]`` will do as well.
     """
 
     _kind = "value"
@@ -630,6 +685,10 @@ class ValueModel(TrainableModel):
     def refit(self, *_: object, **__: object) -> NoReturn:
         """Nothing to push: engines sample from policies.
 
+        Args:
+            *_: Not read.
+            **__: Not read.
+
         Raises:
             UnsupportedError: Always.
         """
@@ -638,8 +697,11 @@ class ValueModel(TrainableModel):
     def get_values(self, batch: Batch) -> dict[str, Any]:
         """One value a token.
 
+        Args:
+            batch: ``input_ids [B, S]`` int64, right-padded, ``input_lengths [B]``.
+
         Returns:
-            ``values [B, S]`` float32 on the CPU.
+            ``values [B, S]`` float32 on the CPU, 0 beyond ``input_lengths``.
 
         Raises:
             ModeError: Not in a mode with the weights on the device.

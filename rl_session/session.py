@@ -142,7 +142,11 @@ class Session:
         temperature: float = 1.0,
         offload: OffloadConfig | None = None,
     ) -> Policy:
-        """Make a policy of a model in this process; see :func:`attach` for the arguments and errors."""
+        """Make a policy of a model in this process; see :func:`attach` for the arguments and errors.
+
+        Returns:
+            The policy, with this session's log, budget and release.
+        """
         spec = _spec(locals())
         return self._add(Policy, spec, name, device, base, offload or OffloadConfig())
 
@@ -181,6 +185,9 @@ class Session:
             temperature: As for :func:`attach`.
             offload: How bytes move.
 
+        Returns:
+            The policy.
+
         Raises:
             ConfigError: Something that is no factory was given for one, or an option is wrong.
             WorkerError: The workers could not be started.
@@ -203,7 +210,23 @@ class Session:
         forward_fn: Callable[..., Any] | None = None,
         offload: OffloadConfig | None = None,
     ) -> ValueModel:
-        """As :meth:`policy`, for a critic: ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``.
+        """As :meth:`policy`, for a critic: model or ``forward_fn(model, batch)`` give values ``[b, S, 1]``.
+
+        Args:
+            name: In messages and in the log.
+            model: ``model() -> module``. Every worker builds its own, after the same seed.
+            optimizer: As for :meth:`policy`.
+            workers: As for :meth:`policy`.
+            device: As for :meth:`policy`.
+            base: Where it rests outside scopes.
+            scheduler: ``scheduler(optimizer) -> scheduler``.
+            max_grad_norm: As for :func:`attach`.
+            masters: As for :meth:`policy`.
+            forward_fn: As for :func:`attach`.
+            offload: How bytes move.
+
+        Returns:
+            The value model.
 
         Raises:
             ConfigError, WorkerError, RLSessionError: As :meth:`policy`.
@@ -281,7 +304,10 @@ class Session:
     ) -> ValueModel:
         """Make a value model of a model in this process; see :func:`attach` for the arguments and errors.
 
-        ``forward_fn(model, batch)`` gives values ``[b, S]`` or ``[b, S, 1]``.
+        Model or ``forward_fn(model, batch)`` give values ``[b, S, 1]``; to infer only, ``[b, S]`` will do as well.
+
+        Returns:
+            The value model.
         """
         spec = _spec(locals())
         return self._add(ValueModel, spec, name, device, base, offload or OffloadConfig())
@@ -402,6 +428,9 @@ class Session:
             bytes_needed: Bytes of device memory of each tag, instead of asking the engine.
             drain_timeout_seconds: How long a sleep waits for requests in flight; ``timeout_seconds`` by default.
             on_busy: Whether it waits at all ("drain"), or fails at once ("refuse").
+
+        Returns:
+            The handle; its ``awake()`` is the engine's scope. An in-process engine is given back as it is.
 
         Raises:
             ConfigError: The name is taken or unknown, a value is not one of its choices, or the object is no engine.

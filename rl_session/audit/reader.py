@@ -55,6 +55,9 @@ def read_audit(
         follow: Whether an iteration waits for more at the end, until ``AuditReader.stop`` is called.
         poll_seconds: How long it waits before it looks again.
 
+    Returns:
+        The records, in the order of their time.
+
     Raises:
         AuditError: There is no such file, or it is not an audit log.
     """

@@ -13,20 +13,20 @@ from rl_session.errors import NestingError
 from rl_session.lifecycle import Mode
 
 if TYPE_CHECKING:
-    from rl_session.driver.control import Control
+    from rl_session.driver.core import Core
     from rl_session.driver.engine_control import EngineControl
 
 __all__ = ["quiet_engines", "refuse_beside_engine", "refuse_beside_policies"]
 
 
-def _colocated(control: Control) -> Iterator[EngineControl]:
+def _colocated(control: Core) -> Iterator[EngineControl]:
     """The engines on the policy's device, but for one that is being refitted from it."""
     for engine in control.run.engines:
         if engine.device is control.device and engine.refitting is not control:
             yield engine
 
 
-def refuse_beside_engine(control: Control, row: Mode, spelling: str, call_site: str) -> None:
+def refuse_beside_engine(control: Core, row: Mode, spelling: str, call_site: str) -> None:
     """Refuse a scope, or a resting mode, of a policy that needs the device while a scope of an engine on it is open.
 
     Judged by the row of the mode table: that of an external engine's generation is OFFLOADED's.
@@ -64,7 +64,7 @@ def refuse_beside_policies(engine: EngineControl, spelling: str, call_site: str)
             )
 
 
-def quiet_engines(control: Control, row: Mode, reason: str) -> None:
+def quiet_engines(control: Core, row: Mode, reason: str) -> None:
     """Put idle engines to sleep before a policy on their device goes where its weights are needed.
 
     Those that release eagerly, and those whose sleep is pending; what another thread is at work on, and what a legacy call woke,

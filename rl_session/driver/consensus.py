@@ -216,13 +216,16 @@ def tells_all_changes(changes: Sequence[Sequence[Changed]]) -> bool:
 
 
 def _merge_notes(notes: Sequence[tuple[tuple[str, dict[str, Any]], ...]]) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Facts for records, of which each rank has its own: bytes are summed, the slowest rank gives the seconds."""
+    """Facts for records, of which each rank has its own: bytes are summed, the slowest rank gives the seconds.
+
+    A checkpoint is one of all ranks, and each of them knows its size.
+    """
     longest = max(notes, key=len)
     merged = []
     for index, (name, fields) in enumerate(longest):
         others = [each[index][1] for each in notes if len(each) > index and each[index][0] == name]
         combined = dict(fields)
-        for key, combine in (("nbytes", sum), ("seconds", max)):
+        for key, combine in (("nbytes", max if name.startswith("checkpoint.") else sum), ("seconds", max)):
             if key in combined:
                 combined[key] = combine(other[key] for other in others)
         merged.append((name, combined))

@@ -28,8 +28,15 @@ from rl_session.workers.replies import (
     TransitionRequest,
     error_of,
 )
+from rl_session.workers.shares import Share, join, split
 
 __all__ = ["Ranks"]
+
+_TRAINS = frozenset({"train", "forward_backward"})
+_ON_ROWS = _TRAINS | {
+    *("get_logprobs", "get_reference_policy_logprobs", "get_topk_logits", "score", "get_values", "generate"),
+}
+"""Calls on the rows of a batch, their first argument, of which each rank that is joined to others has its own."""
 
 
 class Ranks:
@@ -134,15 +141,32 @@ class Ranks:
             FaultedError: A rank is lost, or the ranks differ now.
             RLSessionError: What the call itself raised.
         """
-        replies = self.group.call(method, *args, **kwargs)
+        parts = self._shares(method, args)
+        if parts is None:
+            replies = self.group.call(method, *args, **kwargs)
+        else:
+            replies = self._some.call_each(parts, method, *args[1:], **kwargs)
         if not consensus.is_unanimous(replies):
             raise self._call_error(method, replies)
         results = [cast("CallResult", cast("Ok", reply).value) for reply in replies]
+        if parts is not None and method not in _TRAINS:  # there every rank has the numbers of all
+            results[0].value = _joined(method, args, parts, results)
         if method in ("save_checkpoint", "load_checkpoint"):
             self.last_checkpoint = str(args[0])
         elif method == "register_extra":
             self._set_up.append((method, args))
         return self._exact(consensus.merge_calls(results), [result.changed for result in results])
+
+    def _shares(self, method: str, args: Sequence[Any]) -> list[Share] | None:
+        """The rows of a batch that each rank is sent; None where all are sent the same.
+
+        Raises:
+            BatchError: The batch is wrong; it has reached no rank.
+        """
+        if method not in _ON_ROWS or not self.group.is_joined:
+            return None
+        gbs, mbs = args[2:4] if method == "train" else (None, None)
+        return split(args[0], self.group.num_ranks, f"{self.label}: {method}()", gbs=gbs, mbs=mbs)
 
     def _exact(self, merged: CallResult, changes: Sequence[Any]) -> CallResult:
         """Where only some ranks said that a component changed, the sum over all of them has to be asked for."""
@@ -267,3 +291,9 @@ class Ranks:
         self._some.stamp = Stamp()  # the ranks know of no lease yet
         for method, args in self._set_up:
             self.group.call(method, *args)
+
+
+def _joined(method: str, args: Sequence[Any], parts: Sequence[Share], results: Sequence[CallResult]) -> dict[str, Any]:
+    """What the ranks found for their rows, in the order of the batch; generated texts differ in length."""
+    fill = {"output_ids": args[1].pad_id} if method == "generate" else None
+    return join([cast("dict[str, Any]", result.value) for result in results], parts, fill=fill)

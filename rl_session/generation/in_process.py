@@ -73,7 +73,11 @@ class InProcessEngine:
         return f"<InProcessEngine {self.name!r} of {self.policy!r}>"
 
     def awake(self, *, acquire_timeout: float | None = None) -> Scope[Any]:
-        """A scope in which this engine samples: ``policy.generation_mode(engine)``."""
+        """A scope in which this engine samples: ``policy.generation_mode(engine)``.
+
+        Args:
+            acquire_timeout: Seconds to wait while another thread or task owns the policy; None gives up at once.
+        """
         return self.policy.generation_mode(self, acquire_timeout=acquire_timeout)
 
     def generate(self, batch: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:

@@ -53,23 +53,60 @@ class GenerationEngine(Protocol):
     """
 
     def wake(self, tags: Sequence[str]) -> bool | None:
-        """Take the device memory of ``tags``, and bring their content back where ``sleep`` kept it."""
+        """Take the device memory of ``tags``, and bring their content back where ``sleep`` kept it.
+
+        Args:
+            tags: Which parts, of those that the engine has.
+
+        Returns:
+            False (or what is false and not None) if it did not work.
+        """
         ...
 
     def sleep(self, level: int) -> bool | None:
-        """Give all device memory back. Level 1 keeps the weights on the host; level 2 discards them."""
+        """Give all device memory back.
+
+        Args:
+            level: 1 keeps the weights on the host; 2 discards them.
+
+        Returns:
+            As :meth:`wake`.
+        """
         ...
 
     def update_weights(self, buckets: Iterator[dict[str, Tensor]]) -> bool | None:
-        """Replace the weights, bucket by bucket; a tensor is valid until the next bucket is asked for."""
+        """Replace the weights, bucket by bucket.
+
+        Args:
+            buckets: Name (as in the policy's ``state_dict``) to tensor; a tensor is valid until the next bucket is asked for.
+
+        Returns:
+            As :meth:`wake`.
+        """
         ...
 
     def generate(self, batch: Mapping[str, Any], **kwargs: Any) -> Mapping[str, Any]:
-        """Continue the prompts of a batch."""
+        """Continue the prompts of a batch.
+
+        Args:
+            batch: ``input_ids [B, S]`` right-padded prompts, ``input_lengths [B]``.
+            **kwargs: The engine's own sampling parameters.
+
+        Returns:
+            CPU tensors in the caller's order, usually ``output_ids [B, S']``, ``unpadded_sequence_lengths [B]`` and
+            ``logprobs [B, S']`` float32; handed on as it is.
+        """
         ...
 
     def bytes_needed(self, tags: Sequence[str]) -> int:
-        """Bytes of device memory that ``tags`` take when they are awake."""
+        """Bytes of device memory that ``tags`` take when they are awake.
+
+        Args:
+            tags: Which parts.
+
+        Returns:
+            The number of bytes.
+        """
         ...
 
     @property

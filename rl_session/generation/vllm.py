@@ -130,11 +130,22 @@ class VLLMEngine:
         return frozenset() if self._is_unsure else frozenset(self._awake)
 
     def bytes_needed(self, tags: Sequence[str]) -> int:
-        """Bytes of device memory that ``tags`` take, as measured when the engine was made."""
+        """Bytes of device memory that ``tags`` take, as measured when the engine was made.
+
+        Args:
+            tags: Of "weights" and "kv_cache".
+
+        Returns:
+            The number of bytes.
+        """
         return sum(self._sizes[tag] for tag in tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Wake what of ``tags`` is asleep, in vLLM's order: the weights first."""
+        """Wake what of ``tags`` is asleep, in vLLM's order: the weights first.
+
+        Args:
+            tags: Of "weights" and "kv_cache".
+        """
         missing = [tag for tag in self.tags if tag in tags and tag not in self._awake]
         if not missing:
             return
@@ -145,6 +156,9 @@ class VLLMEngine:
 
     def sleep(self, level: int) -> bool | None:
         """Sleep; from half-awake the rest wakes first, because vLLM ignores a sleep until all of it is awake.
+
+        Args:
+            level: 1 keeps the weights on the host; 2 discards them.
 
         Returns:
             False when vLLM says that it is not asleep.
@@ -166,6 +180,9 @@ class VLLMEngine:
     def update_weights(self, buckets: Iterator[dict[str, Tensor]]) -> None:
         """Load the buckets into vLLM's model, then what vLLM does to weights once they are loaded.
 
+        Args:
+            buckets: Name to tensor; a tensor is valid until the next bucket is asked for.
+
         Raises:
             UnsupportedError: vLLM took another number of weights than was sent.
         """
@@ -181,7 +198,11 @@ class VLLMEngine:
         self._llm.collective_rpc("rl_session_loaded")
 
     def reset_cache(self) -> bool | None:
-        """Forget cached prefixes; False when vLLM would not."""
+        """Forget cached prefixes.
+
+        Returns:
+            False when vLLM would not.
+        """
         done = self._llm.reset_prefix_cache()
         return None if done is None else bool(done)
 

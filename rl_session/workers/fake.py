@@ -81,6 +81,7 @@ class FakeGroup:
     """
 
     logs_moves = True
+    is_joined = False
     is_sharded = False
     is_owner = True
 
@@ -178,6 +179,10 @@ class FakeGroup:
             return {rank: Failed(ClosedError(f"{method}() of a worker group after close()")) for rank in asked}
         self.calls.append((method, asked))
         return {rank: self._one(rank, method, args, kwargs) for rank in asked}
+
+    def call_each(self, firsts: Sequence[Any], method: str, *args: Any, **kwargs: Any) -> list[Reply]:
+        """As :meth:`call`, where each rank has a first argument of its own."""
+        return [self.call_on([rank], method, first, *args, **kwargs)[rank] for rank, first in enumerate(firsts)]
 
     def _one(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Reply:
         if rank in self._lost:

@@ -6,7 +6,7 @@ keeps one contract, held by one test suite; here is the group of one rank in thi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from rl_session.errors import ClosedError, UnsupportedError
@@ -26,10 +26,12 @@ class WorkerGroup(Protocol):
     Attributes:
         num_ranks: How many.
         logs_moves: Whether the ranks write ``component.moved`` themselves.
+        is_joined: Whether a process group joins them: each computes on its own share of a batch, and their gradients are one.
     """
 
     num_ranks: int
     logs_moves: bool
+    is_joined: bool
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Reply]:
         """Call ``method`` on every rank; one reply a rank, in rank order."""
@@ -45,6 +47,10 @@ class RankGroup(WorkerGroup, Protocol):
 
     def call_on(self, ranks: Iterable[int], method: str, *args: Any, **kwargs: Any) -> dict[int, Reply]:
         """Call ``method`` on some ranks only."""
+        ...
+
+    def call_each(self, firsts: Sequence[Any], method: str, *args: Any, **kwargs: Any) -> list[Reply]:
+        """As ``call``, where each rank has a first argument of its own, which is sent to no other."""
         ...
 
     def restart(self) -> list[Reply]:
@@ -78,6 +84,7 @@ class LocalGroup:
 
     num_ranks = 1
     logs_moves = False
+    is_joined = False
 
     def __init__(self, worker: Worker, *, is_built: bool = False) -> None:
         self.worker = worker
@@ -96,6 +103,10 @@ class LocalGroup:
     def call_on(self, ranks: Iterable[int], method: str, *args: Any, **kwargs: Any) -> dict[int, Reply]:
         """As :meth:`call`, where the one rank is among ``ranks``."""
         return {0: self.call(method, *args, **kwargs)[0]} if 0 in set(ranks) else {}
+
+    def call_each(self, firsts: Sequence[Any], method: str, *args: Any, **kwargs: Any) -> list[Reply]:
+        """As :meth:`call` with the one first argument."""
+        return self.call(method, *firsts, *args, **kwargs)
 
     def restart(self) -> list[Reply]:
         """Refused: a rank in this process cannot be lost while the process lives."""

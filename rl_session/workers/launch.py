@@ -95,7 +95,9 @@ class RayWorkers:
         resources: More that a bundle must have, such as ``{"CPU": 4}``; 1 CPU by default.
         placement: "PACK" or "SPREAD" (or their STRICT forms), a Ray placement group with a bundle a rank, or the
             ``RayWorkers`` of another policy, whose bundles these ranks then share.
-        parallelize: "fsdp2", "ddp", None (each rank has a copy of its own), or ``f(model, mesh) -> module``.
+        parallelize: How several ranks are one data-parallel policy: "fsdp2" (default: each holds a shard), "ddp", None (each
+            holds a plain copy, and gradients are summed before the step), or ``f(model, mesh) -> module``. One worker has the
+            plain model, but for a function.
         timeout_seconds: How long a call to the ranks may take; a rank past it is killed. None: the session's.
         affinity: ``affinity(rank)``, called in each worker before anything is allocated, to pin it to the cores near its GPU.
 
@@ -107,7 +109,7 @@ class RayWorkers:
     gpus_per_worker: float | None = attrs.field(default=None, validator=_share, kw_only=True)
     resources: Mapping[str, float] = attrs.field(factory=dict, kw_only=True)
     placement: Any = attrs.field(default="PACK", validator=_place, kw_only=True)
-    parallelize: Parallelize = attrs.field(default=None, validator=_way, kw_only=True)
+    parallelize: Parallelize = attrs.field(default="fsdp2", validator=_way, kw_only=True)
     timeout_seconds: float | None = attrs.field(default=None, validator=_seconds, kw_only=True)
     affinity: Callable[[int], None] | None = attrs.field(default=None, kw_only=True)
     placement_group: Any = attrs.field(default=None, init=False, repr=False)
@@ -123,13 +125,24 @@ class RayWorkers:
             )
 
     def site(self) -> object:
-        """The workers whose bundles are used, or the placement group that was given."""
+        """What policies that share devices have in common.
+
+        Returns:
+            The workers whose bundles are used, or the placement group that was given.
+        """
         if isinstance(self.placement, RayWorkers):
             return self.placement.site()
         return self if isinstance(self.placement, str) else self.placement
 
     def start(self, plan: RankPlan, timeout_seconds: float) -> tuple[SharedGroup, list[Reply]]:
-        """Start the actors and build every rank.
+        """Start the actors and build every rank. The session calls it.
+
+        Args:
+            plan: What each rank builds.
+            timeout_seconds: The deadline of each call to a rank, unless these workers have one of their own.
+
+        Returns:
+            The group, and what each rank is, or why it could not be built.
 
         Raises:
             WorkerError: The cluster has no room for them.

@@ -13,7 +13,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from rl_session.errors import FaultedError, RLSessionError
 from rl_session.lifecycle import Placement
 from rl_session.offload.device import Device, EmulatedDevice, as_device
 from rl_session.offload.host_pool import HostPool
-from rl_session.workers import shares
 from rl_session.workers.checks import check_spec, device_of
 from rl_session.workers.faults import emulate
 from rl_session.workers.lease import Lease
 from rl_session.workers.plan import AuditTarget, RankPlan, build_spec
+from rl_session.workers.ranks import Ranks
 from rl_session.workers.replies import (
     CallResult,
     Description,
@@ -52,8 +52,8 @@ from rl_session.workers.worker import Worker
 __all__ = ["ASIDE", "RankServer", "Rendezvous"]
 
 
-ASIDE = frozenset({"acquire", "release", "connect", "view"})
-"""Questions about the lease, which are answered also while the rank computes."""
+ASIDE = frozenset({"acquire", "release", "connect", "view", "trouble"})
+"""Questions about the lease, and whether a rank has failed: answered also while the rank computes."""
 
 _OPEN_TO_ALL = ASIDE | frozenset(
     {"describe", "nothing", "emulated", "close", "records", "export_state"}
@@ -61,13 +61,10 @@ _OPEN_TO_ALL = ASIDE | frozenset(
 )
 """What any handle may ask at any time; ``export_state`` when the rank that grants the lease is gone with it."""
 
-_PROTOCOL = pickle.HIGHEST_PROTOCOL
+_TROUBLE = "rl_session/trouble"
+"""Where ranks say in the store that they have failed and wait for the others: how many, and after a slash each one's error."""
 
-_TRAINS = frozenset({"train", "forward_backward"})
-_ON_ROWS = _TRAINS | {
-    *("get_logprobs", "get_reference_policy_logprobs", "get_topk_logits", "score", "get_values", "generate"),
-}
-"""Calls on the rows of a batch, its first argument, of which each rank of a spread model has its own."""
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 _CHANGES_NOTHING = ASIDE | {"transition", "nothing", "describe", "records"}
 """After these the last look at the model still holds."""
@@ -122,6 +119,8 @@ class RankServer:
         self.num_ranks = num_ranks
         self._restarts = restarts
         self._store: TCPStore | None = None
+        self._side_door: Any = None
+        """The store again, through a connection that no collective ever waits on."""
         self._worker: Worker | None = None
         self._lease = Lease("policy")
         self._log = AuditLog(None)
@@ -146,6 +145,7 @@ class RankServer:
             "release": self._lease.release,
             "connect": self._lease.connect,
             "view": self._view,
+            "trouble": self._trouble,
         }
         self._open_to_all = _OPEN_TO_ALL
 
@@ -186,10 +186,13 @@ class RankServer:
             _open_log(plan.audit, self.rank, self._restarts),
             plan.audit.policy if plan.audit else "",
         )
-        self._worker = Worker(spec, device, pool, lambda: (label, self._facts()))
+        # Copies on ranks that a process group joins are one policy: without this each would train for itself.
+        ranks = Ranks() if plan.parallelize is None and dist.is_initialized() and self.num_ranks > 1 else None
+        self._worker = Worker(spec, device, pool, lambda: (label, self._facts()), ranks)
         self._worker.set_flags(plan.flags)
         self._worker.is_private = True
-        self._is_replica = plan.parallelize is None
+        self._worker.ranks.on_failure = self._say
+        self._is_replica = not self._worker.sources.shards
         found = self._worker.start()
         found.device_capacity, found.device_free = device.capacity, device.free_bytes()
         found.device_bytes = device.held_bytes
@@ -199,12 +202,13 @@ class RankServer:
         patience = dt.timedelta(seconds=meeting.timeout_seconds)
         if self._store is None:
             self._store = TCPStore(meeting.host, meeting.port, self.num_ranks, is_master=False, timeout=patience)
+        self._side_door = self._store.clone()  # type: ignore[attr-defined]  # torch lists it nowhere
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.num_ranks, timeout=patience)
 
     def _shaped(self, model: nn.Module, plan: RankPlan) -> nn.Module:
-        """The module as one of several ranks."""
-        if plan.parallelize is None:
+        """The module as one of several ranks; a single one has nothing to spread, unless the user says how."""
+        if plan.parallelize is None or (self.num_ranks == 1 and not callable(plan.parallelize)):
             return model
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(kind, (self.num_ranks,))
@@ -243,32 +247,24 @@ class RankServer:
             if method not in _CHANGES_NOTHING and self._worker is not None:
                 self._worker.touched()
             serve = self._own.get(method) or getattr(self._of_worker(), method)
-            if method in _ON_ROWS and self._of_worker().ranks.count > 1:
-                serve = partial(self._on_own_rows, method)
-            value = serve(*args, **kwargs)
+            with self._ranks_of(stamp, method):
+                value = serve(*args, **kwargs)
             if isinstance(value, CallResult):
                 value.device_bytes = self._of_worker().engine.device.held_bytes
             return Ok(value)
         except Exception as error:
             return self._failed(error)
 
-    def _on_own_rows(self, method: str, batch: Any, *args: Any, **kwargs: Any) -> CallResult:
-        """A call on this rank's share of the batch that every rank was sent; the result is that of the whole batch.
+    def _ranks_of(self, stamp: Stamp, method: str) -> AbstractContextManager[None]:
+        """A rank with a whole copy answers a handle that only reads by itself: no other rank was asked."""
+        if stamp.mode is None or method in self._open_to_all:
+            return nullcontext()
+        return self._of_worker().ranks.alone()
 
-        The driver may split the batch itself: a :class:`~rl_session.workers.shares.Share` is taken as it is.
-        """
-        worker = self._of_worker()
-        call = getattr(worker, method)
-        if isinstance(batch, shares.Share):
-            result: CallResult = call(batch, *args, **kwargs)
-            return result
-        gbs, mbs = args[1:3] if method == "train" else (None, None)
-        parts = shares.split(batch, self.num_ranks, worker.forward.named(f"{method}()"), gbs=gbs, mbs=mbs)
-        result = call(parts[self.rank], *args, **kwargs)
-        if method not in _TRAINS:  # there every rank has the numbers of all
-            fill = {"output_ids": args[0].pad_id} if method == "generate" else None
-            result.value = shares.join(worker.ranks.gather_objects(result.value), parts, fill=fill)
-        return result
+    def serve_own(self, first: Any, stamp: Stamp, method: str, packed: Any = (), has_kwargs: bool = False) -> Reply:
+        """As :meth:`serve`, where the first argument is this rank's own: its share of a batch."""
+        args, kwargs = packed if has_kwargs else (packed, {})
+        return self.serve(stamp, method, ((first, *args), kwargs), has_kwargs=True)
 
     def serve_packed(self, packed: bytes) -> bytes:
         """As :meth:`serve`, in one string of bytes each way: ten times cheaper to send than objects are.
@@ -311,6 +307,26 @@ class RankServer:
         except Exception:
             return False
         return True
+
+    def _say(self, error: BaseException | None) -> None:
+        """Say that this rank has failed and waits for the others, or that they know."""
+        if self._side_door is None:
+            return
+        key = f"{_TROUBLE}/{self.rank}"
+        with suppress(Exception):  # what is said for help must not hide what it is about
+            if error is None:
+                self._side_door.add(_TROUBLE, -1)
+                self._side_door.delete_key(key)
+            else:
+                self._side_door.set(key, (f"{type(error).__name__}: {error}".splitlines() or [""])[0])
+                self._side_door.add(_TROUBLE, 1)
+
+    def _trouble(self) -> dict[int, str]:
+        """The ranks that have failed and wait for others, with their errors: of the first rank one question tells of all."""
+        if self._side_door is None or self._side_door.add(_TROUBLE, 0) < 1:
+            return {}
+        keys = {rank: f"{_TROUBLE}/{rank}" for rank in range(self.num_ranks)}
+        return {rank: self._side_door.get(key).decode() for rank, key in keys.items() if self._side_door.check([key])}
 
     # -- calls of its own ----------------------------------------------------------------------------------------
 
@@ -385,7 +401,7 @@ class RankServer:
     def _save_checkpoint(self, path: str) -> CallResult:
         """Write a checkpoint; of replicas the first one does, and the others take note of it."""
         worker = self._of_worker()
-        if self._is_replica and self.rank > 0:
+        if worker.ranks.count == 1 and self.rank > 0:  # joined ranks write it together
             worker.note_checkpoint(path)
             return CallResult(None)
         return worker.save_checkpoint(path)
@@ -400,8 +416,8 @@ class RankServer:
             return None
         worker = self._of_worker()
         kept = worker.last_checkpoint
-        worker.recover()
-        with tempfile.TemporaryDirectory() as folder:
+        with worker.ranks.alone(), tempfile.TemporaryDirectory() as folder:
+            worker.recover()
             worker.save_checkpoint(str(Path(folder) / "state"))
             files = _read_files(Path(folder) / "state")
         worker.note_checkpoint(kept)

@@ -4,14 +4,14 @@ Ranks must take the same decisions: one that leaves a call by an error while the
 waiting. So what can fail on one rank alone is done :meth:`Ranks.together`, and fails on all of them or on none. Alone
 (``SOLO``) everything here is free. Numbers travel as float64. Knows nothing of models or batches.
 
-Not covered: a rank that fails, or dies, in the middle of a forward or backward. The others wait in a collective of the
-model, and it for them, until the timeout of the process groups; the driver's deadline ends it before.
+A rank that fails in the middle of a forward or backward leaves the others waiting in a collective of the model, and waits
+for them in turn. Nothing here can end that, so it is said aloud first (``on_failure``), to whoever watches from outside.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,8 @@ class Ranks:
         control: A gloo group of their own for what they tell each other. In the group of the model's collectives a rank
             that failed and the others in the middle of a forward would take each other's messages for their own, and
             gloo ends the process over that (measured).
+        on_failure: Called with the error of this rank before the others are told, and with None once they know: if they are in
+            the middle of something that needs this rank, they never will.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, is_solo: bool = False) -> None:
@@ -68,6 +70,7 @@ class Ranks:
         self.index = 0 if is_solo else dist.get_rank(group)
         self.count = 1 if is_solo else dist.get_world_size(group)
         self.control = None if self.count == 1 else _control_group(group)
+        self.on_failure: Callable[[BaseException | None], None] | None = None
         self._depth = 0
         self._agreed: BaseException | None = None
         """The error that all ranks know of already, on its way out of nested blocks."""
@@ -79,6 +82,16 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.index == 0
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which this rank does without the others: what it has a whole copy of, it reads and writes by itself."""
+        index, count = self.index, self.count
+        self.index, self.count = 0, 1
+        try:
+            yield
+        finally:
+            self.index, self.count = index, count
 
     @contextmanager
     def together(self, attempted: str) -> Iterator[Agreement]:
@@ -119,15 +132,32 @@ class Ranks:
         self, numbers: Sequence[float], error: BaseException | None = None, attempted: str = "a call"
     ) -> list[list[float]]:
         """The numbers of every rank, as many on each; or the error of one, raised on all."""
+        if error is not None:
+            raise self._tell(error, attempted)
         shown = [*numbers[:_HEAD], *[0.0] * (_HEAD - len(numbers))]
-        heads = self._all_gather([float(error is not None), *shown])
+        heads = self._all_gather([0.0, *shown])
         if any(head[0] for head in heads):
-            common = self._common_error(error, attempted)
-            self._agreed = common if self._depth else None
-            raise common
+            raise self._noted(self._common_error(None, attempted))
         if len(numbers) > _HEAD:
             return self._all_gather(numbers)
         return [head[1 : 1 + len(numbers)] for head in heads]
+
+    def _tell(self, error: BaseException, attempted: str) -> BaseException:
+        """Tell the others of this rank's own error, which is what all of them raise; returns it."""
+        if self.on_failure is not None:
+            self.on_failure(error)
+        try:
+            self._all_gather([1.0, *[0.0] * _HEAD])
+            self._common_error(error, attempted)
+        except RuntimeError as failure:  # the others are gone, or were ended where they waited for this one
+            error.add_note(f"and the other ranks could not be told: {failure}")
+        if self.on_failure is not None:
+            self.on_failure(None)
+        return self._noted(error)
+
+    def _noted(self, error: BaseException) -> BaseException:
+        self._agreed = error if self._depth else None
+        return error
 
     def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         mine = torch.tensor(numbers, dtype=torch.float64)

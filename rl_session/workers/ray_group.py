@@ -26,7 +26,7 @@ from rl_session.lifecycle import Flags, Mode, Placement
 from rl_session.workers.launch import RayWorkers
 from rl_session.workers.plan import RankPlan
 from rl_session.workers.rank import ASIDE, RankServer
-from rl_session.workers.replies import Failed, Lost, Reply, Stamp, TransitionRequest
+from rl_session.workers.replies import Failed, Lost, Ok, Reply, Stamp, TransitionRequest
 
 __all__ = ["RayGroup"]
 
@@ -93,6 +93,7 @@ class RayGroup:
         self.timeout_seconds = timeout_seconds
         self.stamp = Stamp()
         self.actors: list[Any] = []
+        self.is_joined = self.num_ranks > 1
         self.is_sharded = plan.parallelize is not None and self.num_ranks > 1
         self._workers = workers
         self._plan = plan
@@ -185,6 +186,22 @@ class RayGroup:
         replies = self._gather(refs, method)
         return {rank: replies[rank] if rank in replies else Lost(self._lost[rank]) for rank in asked}
 
+    def call_each(self, firsts: Sequence[Any], method: str, *args: Any, **kwargs: Any) -> list[Reply]:
+        """As :meth:`call`, where each rank has a first argument of its own, which is sent to no other."""
+        if self._closed:
+            return [Failed(_after_close(method))] * self.num_ranks
+        try:
+            packed = self._pack(args, kwargs)
+            refs = {
+                rank: self.actors[rank].serve_own.remote(first, self.stamp, method, *packed)
+                for rank, first in enumerate(firsts)
+                if rank not in self._lost
+            }
+        except Exception as error:
+            return [Failed(_unsendable(method, error))] * self.num_ranks
+        replies = self._gather(refs, method)
+        return [replies[rank] if rank in replies else Lost(self._lost[rank]) for rank in range(self.num_ranks)]
+
     def _pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Arguments for the message; what is large is put into the object store once, and sent by reference."""
         if not kwargs and all(isinstance(arg, _SMALL) for arg in args):
@@ -192,29 +209,14 @@ class RayGroup:
         return ray.put((args, dict(kwargs))), True
 
     def _gather(self, refs: Mapping[int, Any], method: str, seconds: float | None = None) -> dict[int, Reply]:
-        """Wait for every rank until the deadline; kill those past it, and those that wait for one that was lost."""
-        seconds = self.timeout_seconds if seconds is None else seconds
-        deadline = time.monotonic() + seconds
-        pending = {ref: rank for rank, ref in refs.items()}
-        replies: dict[int, Reply] = {}
-        dead = ""
-        while pending:
-            left = deadline - time.monotonic()
-            ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=max(0.0, min(_LOOK_SECONDS, left)))
-            for ref in ready:
-                rank = pending.pop(ref)
-                replies[rank] = self._read(rank, ref, method)
-                if isinstance(replies[rank], Lost) and not dead:
-                    dead = f"rank {rank}"
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-                    self._wake(pending.values())
-            if pending and time.monotonic() >= deadline:
-                late = f"was still in {method}() {_GRACE_SECONDS:g} s after {dead} was lost, and was killed"
-                slow = f"did not answer {method}() within {seconds:g} s, and was killed"
-                for rank in pending.values():
-                    replies[rank] = self._kill(rank, late if dead else slow)
-                break
-        return replies
+        """Wait for every rank until the deadline; kill those past it, and those that wait for one that cannot go on."""
+        waiting = _Waiting(self, refs, method, self.timeout_seconds if seconds is None else seconds)
+        while waiting.pending:
+            waiting.look()
+            if waiting.pending and waiting.is_over():
+                for rank, cause in waiting.late().items():
+                    waiting.replies[rank] = self._kill(rank, cause)
+        return waiting.replies
 
     def _read(self, rank: int, ref: Any, method: str) -> Reply:
         try:
@@ -261,13 +263,99 @@ class RayGroup:
         self._end()
 
 
+class _Waiting:
+    """Waiting for the replies of ranks to one call.
+
+    Ranks that fail or die in the middle of a forward leave the others waiting in a collective of the model, which nothing
+    ends by itself. From then on those have as long as the call has taken so far to come out of it (ranks have about as much
+    to do), and a little more; then they are woken where the backend can, and ended where it cannot.
+
+    Args:
+        group: The ranks.
+        refs: What is waited for, by rank.
+        method: The call.
+        seconds: How long it may take.
+    """
+
+    def __init__(self, group: RayGroup, refs: Mapping[int, Any], method: str, seconds: float) -> None:
+        self.pending = {ref: rank for rank, ref in refs.items()}
+        self.replies: dict[int, Reply] = {}
+        self._group = group
+        self._method = method
+        self._seconds = seconds
+        self._start = time.monotonic()
+        self._deadline = self._start + seconds
+        self._is_last = True
+        """Whether who is late at the deadline is killed; before, it is woken."""
+        self._cause = ""
+        """Which rank cannot go on, and why."""
+        self._failed: frozenset[int] = frozenset()
+        """Ranks that have failed and only wait to say so."""
+        self._question: Any = None
+
+    def look(self) -> None:
+        """Take the replies that are there, and hear what became of other ranks; waits for a moment."""
+        left = max(0.0, min(_LOOK_SECONDS, self._deadline - time.monotonic()))
+        ready, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=left)
+        for ref in ready:
+            rank = self.pending.pop(ref)
+            self.replies[rank] = self._group._read(rank, ref, self._method)  # noqa: SLF001 (a part of the group)
+            if isinstance(self.replies[rank], Lost) and not self._cause:
+                self._hurry(f"rank {rank} was lost", 0.0)
+        if self.pending and not self._cause:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask the first rank, aside, whether one has failed and cannot tell the others; heard at a later look."""
+        group = self._group
+        if self._question is None:
+            if group.is_joined and 0 not in group._lost:  # noqa: SLF001 (a part of the group)
+                self._question = group.actors[0].serve_aside.remote(group.stamp, "trouble")
+            return
+        if not ray.wait([self._question], timeout=0)[0]:
+            return
+        question, self._question = self._question, None
+        with suppress(Exception):  # a rank that died is heard of by its own reply
+            told = ray.get(question)
+            if isinstance(told, Ok) and told.value:
+                self._failed = frozenset(told.value)  # type: ignore[call-overload]
+                rank, text = next(iter(told.value.items()))  # type: ignore[attr-defined]
+                self._hurry(f"rank {rank} failed ({text})", time.monotonic() - self._start)
+
+    def _hurry(self, cause: str, patience: float) -> None:
+        self._cause = cause
+        self._deadline = min(self._deadline, time.monotonic() + patience + _GRACE_SECONDS)
+        self._is_last = patience == 0.0
+        if self._is_last:
+            self._group._wake(self.pending.values())  # noqa: SLF001 (a part of the group)
+
+    def is_over(self) -> bool:
+        """Whether those who still wait are to be ended now; ranks that wait for one that failed are woken before."""
+        if time.monotonic() < self._deadline:
+            return False
+        if self._is_last:
+            return True
+        self._hurry(self._cause, 0.0)
+        return False
+
+    def late(self) -> dict[int, str]:
+        """Ranks to kill, and why; one that has failed says so once it is not waited for any more."""
+        text = f"was still in {self._method}() {_GRACE_SECONDS:g} s after {self._cause}, and was killed"
+        slow = f"did not answer {self._method}() within {self._seconds:g} s, and was killed"
+        stuck = {ref: rank for ref, rank in self.pending.items() if rank not in self._failed} or dict(self.pending)
+        for ref in stuck:
+            del self.pending[ref]
+        self._deadline, self._failed = time.monotonic() + _GRACE_SECONDS, frozenset()
+        return dict.fromkeys(stuck.values(), text if self._cause else slow)
+
+
 def _attached(
     num_ranks: int, timeout_seconds: float, is_sharded: bool, actors: list[Any], lost: dict[int, str]
 ) -> RayGroup:
     """A group of actors that another process started."""
     group = RayGroup.__new__(RayGroup)
     group.num_ranks, group.timeout_seconds, group.is_sharded = num_ranks, timeout_seconds, is_sharded
-    group.actors, group.stamp, group.is_owner = actors, Stamp(), False
+    group.actors, group.stamp, group.is_owner, group.is_joined = actors, Stamp(), False, num_ranks > 1
     group._lost, group._closed = lost, False  # noqa: SLF001 (made here)
     return group
 

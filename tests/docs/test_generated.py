@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import rl_session as rs
+from rl_session_migrate import LegacyGeneration, LegacyPolicy, LegacyValue
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,6 +30,13 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert generator().generate(text) == text, "run: python docs/_generate.py"
 
 
+def test_generated_pictures_are_up_to_date() -> None:
+    pictures = generator().PICTURES
+    assert "images/modes.svg" in pictures
+    for name, draw in pictures.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == draw(), "run: python docs/_generate.py"
+
+
 def test_a_changed_cell_is_noticed() -> None:
     text = (DOCS / "lifecycle.md").read_text(encoding="utf-8")
     changed = text.replace("| TRAINING | device | device |", "| TRAINING | device | host |")
@@ -36,16 +44,26 @@ def test_a_changed_cell_is_noticed() -> None:
     assert generator().generate(changed) == text
 
 
+def manual_names() -> set[str]:
+    """What only the manual API has: names that the scopes' own handles have are no manual calls."""
+    manual = (LegacyPolicy, LegacyValue, LegacyGeneration)
+    own = {name for cls in (rs.Policy, rs.ValueModel, rs.EngineHandle, rs.InProcessEngine) for name in dir(cls)}
+    # of the shim itself, or said of how it is spread
+    own |= {"scoped", "cfg", "sharding_annotations", "print_node_ip_and_gpu_id", "generate", "get_values"}
+    return {name for cls in manual for name in dir(cls) if not name.startswith("_")} - own | {"save_checkpoint"}
+
+
 def test_every_manual_method_is_in_the_guide_with_its_scope() -> None:
     guide = (DOCS / "lifecycle.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)\([^`]*\)` \|.*\| ([^|]+) \|$", guide, re.MULTILINE))
-    for method in (
-        *("prepare_for_training", "prepare_for_lp_inference", "prepare_for_inference", "finish_inference"),
-        *("finish_training", "offload_before_refit", "offload_after_refit", "offload_to_cpu"),
-        *("prepare_for_generation", "finish_generation", "refit_policy_generation", "invalidate_kv_cache"),
-        *("save_checkpoint", "finalize_async_save", "prepare_refit_info"),
-    ):
-        assert rows[method].strip(), method
+    section = guide[guide.index("## Every manual call") : guide.index("<!-- generated: legacy-policy-table -->")]
+    rows: dict[str, str] = {}
+    for line in section.splitlines():
+        calls, _, rest = line.removeprefix("| ").partition(" | ")
+        rows |= {name: rest.removesuffix(" |").rpartition(" | ")[2] for name in re.findall(r"`(\w+)[^`]*`", calls)}
+    names = manual_names() | {"refit_policy_generation"}
+    assert {"prepare_for_lp_inference", "offload_after_refit", "finish_generation", "finish_training"} <= names
+    assert names - set(rows) == set()
+    assert [name for name in names if not rows[name].strip()] == []
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -58,3 +76,14 @@ def test_every_public_name_is_in_the_reference() -> None:
             "rl_session.errors" in whole and issubclass(type(getattr(rs, name)), type) and name.endswith("Error")
         )
         assert name in documented or in_module, f"{name} of {home} is in no page of docs/reference"
+
+
+def test_every_part_of_the_code_is_in_the_design() -> None:
+    text = (DOCS / "design.md").read_text(encoding="utf-8")
+    table = text[text.index("| module | one idea |") : text.index("## A transition")]
+    parts = {path.stem for path in (DOCS.parent / "rl_session").iterdir() if path.suffix == ".py"} - {"__init__"}
+    parts |= {path.parent.name for path in (DOCS.parent / "rl_session").glob("*/__init__.py")}
+    parts |= {path.parent.name for path in (DOCS.parent / "migration" / "rl_session_migrate").glob("*/__init__.py")}
+    assert {"offload", "shim", "scope"} <= parts
+    rows = "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    assert {part for part in parts if not re.search(rf"`[^`]*\b{part}\b", rows)} == set()

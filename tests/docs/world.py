@@ -27,7 +27,7 @@ class LM(nn.Module):
 
 
 class Critic(nn.Module):
-    """Values ``[b, S]``."""
+    """Values ``[b, S, 1]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Critic(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
-        values: Tensor = self.head(self.embed(input_ids)).squeeze(-1)
+        values: Tensor = self.head(self.embed(input_ids))
         return values
 
 
@@ -86,6 +86,7 @@ def world(folder: Path) -> dict[str, Any]:
         "rs": rs,
         "torch": torch,
         "LM": LM,
+        "Critic": Critic,
         "session": session,
         "model": loaded,
         "optimizer": torch.optim.AdamW(loaded.parameters()),

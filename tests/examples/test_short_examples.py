@@ -51,6 +51,34 @@ def test_asynchronous_rollouts_lag_and_learn(tmp_path: Path, capsys: pytest.Capt
     assert "12" in capsys.readouterr().out
 
 
+def test_the_adapter_gives_the_losses_of_the_manual_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = load("nemo_rl_adapter").main(["--steps", "5", "--log-dir", str(tmp_path)])
+    hand, scoped = outcomes["by_hand"], outcomes["in_scopes"]
+    assert hand.losses == scoped.losses
+    assert len(set(hand.losses)) == 5
+    assert scoped.rewards[-1] > scoped.rewards[0] + 0.1
+    assert scoped.peak <= hand.peak
+    assert "to the last bit: yes" in capsys.readouterr().out
+    for name in outcomes:
+        entered = {
+            r.policy for r in rs.read_audit(tmp_path / f"nemo_rl_{name}.jsonl") if r.name == "transition.started"
+        }
+        assert entered == {"policy", "value"}
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_no_steps_is_refused_with_usage(
+    example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example.name, "--steps", "0"])
+    with pytest.raises(SystemExit) as raised:
+        load(example.stem).main()
+    assert raised.value.code == 2
+    said = capsys.readouterr().err
+    assert "usage:" in said
+    assert "at least 1" in said
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_every_example_has_help(
     example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -98,3 +98,18 @@ def test_row_74_discarded_weights_are_never_served(make: Make) -> None:
             engine.generate(make_batch())
         rig.policy.refit(handle)
         assert not torch.isnan(engine.generate(make_batch())["logprobs"]).any()
+
+
+@pytest.mark.parametrize("point", ["before", "half", "after"])
+def test_a_level_2_sleep_that_fails_leaves_weights_that_are_not_served(make: Make, point: Any) -> None:
+    rig, fake, handle, _ = with_engine(make, sleep_level=2)
+    rig.policy.refit(handle)
+    fault = fake.fail("sleep", point=point)
+    with pytest.raises(rs.EngineError), handle.awake() as engine:
+        assert engine.generate(make_batch())["fingerprint"][0] == fake.pushed[-1]
+    assert fault.fired
+    with handle.awake() as engine, pytest.raises(rs.StaleWeightsError, match="discarded"):
+        engine.generate(make_batch())
+    rig.policy.refit(handle)
+    with handle.awake() as engine:
+        assert not torch.isnan(engine.generate(make_batch())["logprobs"]).any()

@@ -35,7 +35,7 @@ def test_row_57_whatever_fails_the_placement_is_defined(make: Make, name: str, b
     """Others: an exception in the block, or in a move, leaves the model somewhere: there is no `finally`.
 
     Here: after a failure in the block, on the way in or on the way out, the outer mode stands and the block's error is on top.
-    By: a scope always closes, and every transition is all or nothing (`driver/control`, `offload/transaction`).
+    By: a scope always closes, and every transition is all or nothing (`driver/scopes`, `offload/transaction`).
     """
     rig = make(base=base)
     rig.policy.switch(base)
@@ -83,7 +83,7 @@ def test_row_58_leaving_restores_what_was_not_a_constant(make: Make, base: str) 
     """Others: the exit of an inner context undoes the outer one.
 
     Here: for every legal nesting up to depth 3, after each exit everything is where it was before that entry.
-    By: a stack of frames, each with the placement it restores (`driver/control`).
+    By: a stack of frames, each with the placement it restores (`driver/scopes`).
     """
     rig = make(base=base)
     with rig.policy.training_mode():
@@ -105,7 +105,7 @@ def test_row_59_a_failed_entry_leaves_no_trace(make: Make) -> None:
     """Others: a depth counter is raised before the move that then fails, and the next entry does nothing.
 
     Here: after a failed entry no scope is open, and the next entry really brings the weights in.
-    By: a frame is pushed only after its transition committed (`driver/control.enter`).
+    By: a frame is pushed only after its transition committed (`driver/scopes.enter`).
     """
     rig = make()
     rig.policy.offload()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rig import Make, make_batch, nll
 
 import rl_session as rs
 from rl_session.errors import ModeError, OffloadedAccessError
+from rl_session_migrate import LegacyPolicy
 
 COMPUTE = {
     "get_logprobs": lambda p: p.get_logprobs(make_batch()),
@@ -72,6 +74,42 @@ def test_row_04_after_a_scope_nothing_is_left_on_the_device(make: Make, scope: s
     assert rig.on_device() == []
     assert rig.device.resident_bytes == 0
     assert {tier.value for tier in rig.policy.placement.values()} <= {"host", "none"}
+
+
+LEGACY: dict[str, tuple[bool | None, bool | None]] = {
+    "prepare_for_training": (True, True),
+    "prepare_for_lp_inference": (True, None),
+    "finish_inference": (False, None),
+    "offload_before_refit": (None, False),
+    "offload_after_refit": (False, False),
+}
+"""Legacy call to where it leaves weights and optimizer state: on the device, away, or as they are."""
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
+@pytest.mark.parametrize("rest", ["offloaded", "resident"])
+def test_row_05_a_legacy_call_means_one_state_whoever_makes_it(make: Make, rest: str) -> None:
+    """Others: a call is named for the phase it was written for, and does something else, or too little, in another.
+
+    Here: each legacy call leads to its one target, after any other call and from either resting mode, and no byte is lost.
+    By: a table of what each call asks of each component, carried out by the engine of the scopes (`shim/effects`).
+    """
+    rig = make()
+    with rig.policy.training_mode():
+        rig.train()
+    before = rig.contents()
+    legacy = LegacyPolicy(rig.policy)
+    for calls in itertools.product(LEGACY, repeat=2):
+        rig.policy.switch(rest)
+        expected = [rest == "resident", any(t.untyped_storage().nbytes() for t in rig.optimizer_tensors())]
+        for call in calls:
+            getattr(legacy, call)()
+            expected = [then if wanted is None else wanted for then, wanted in zip(expected, LEGACY[call], strict=True)]
+            weights = [t.untyped_storage().nbytes() > 0 for t in (*rig.model.parameters(), *rig.model.buffers())]
+            moments = [t.untyped_storage().nbytes() > 0 for t in rig.optimizer_tensors()]
+            assert weights == [expected[0]] * len(weights), calls
+            assert moments == [expected[1]] * len(moments), calls
+        assert rig.contents() == before
 
 
 def test_row_07_offloading_twice_does_nothing_the_second_time(make: Make) -> None:

@@ -36,7 +36,7 @@ def local_group() -> LocalGroup:
 
 
 def ray_group(num_ranks: int = 2, timeout_seconds: float = 60.0) -> Any:
-    workers = RayWorkers(num_ranks, resources={"CPU": 0.5})
+    workers = RayWorkers(num_ranks, resources={"CPU": 0.5}, parallelize=None)
     group, replies = workers.start(make_plan(), timeout_seconds)
     assert all(isinstance(reply, Ok) for reply in replies), replies
     return group
@@ -67,18 +67,6 @@ def group(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield made
     if request.param != "ray":
         made.close()
-
-
-@pytest.fixture(params=KINDS)
-def fresh(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A group of each kind that a test may end."""
-    if request.param == "ray":
-        request.getfixturevalue("cluster")
-        made: Any = ray_group()
-    else:
-        made = local_group() if request.param == "local" else fake_group()
-    yield made
-    made.close()
 
 
 def test_there_is_one_reply_a_rank(group: Any) -> None:
@@ -181,33 +169,60 @@ def test_there_is_nothing_to_take_back_twice(group: Any) -> None:
     assert all(isinstance(reply.error, rs.TransitionError) for reply in group.call("undo"))
 
 
-def test_after_close_every_call_fails_and_closing_again_is_nothing(fresh: Any) -> None:
-    fresh.close()
-    fresh.close()
-    replies = fresh.call("placement")
-    assert len(replies) == fresh.num_ranks
+def test_each_rank_can_be_given_a_first_argument_of_its_own(group: Any) -> None:
+    group.call("transition", TRAINING)
+    batches = [make_batch(rank + 2) for rank in range(group.num_ranks)]
+    replies = group.call_each(batches, "get_logprobs", None, mbs=2)
+    assert [len(reply.value.value["logprobs"]) for reply in replies] == [rank + 2 for rank in range(group.num_ranks)]
+    assert all(isinstance(reply, Failed) for reply in group.call_each([{}] * group.num_ranks, "get_logprobs"))
+
+
+def expect_weights_of_the_seed(group: Any) -> None:
+    torch.manual_seed(3)
+    model, batch = Tiny(), make_batch()
+    logprobs = torch.log_softmax(model(batch["input_ids"])[:, :-1], dim=-1)
+    expected = logprobs.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    assert all(isinstance(reply, Ok) for reply in group.call("transition", TRAINING))
+    for reply in group.call("get_logprobs", batch):
+        assert torch.allclose(reply.value.value["logprobs"][:, 1:], expected, atol=1e-6)
+
+
+def expect_closed(group: Any) -> None:
+    group.close()
+    group.close()
+    replies = group.call("placement")
+    assert len(replies) == group.num_ranks
     assert all(isinstance(reply, Failed) and isinstance(reply.error, rs.ClosedError) for reply in replies)
-    assert all(isinstance(reply, Failed) for reply in fresh.restart())
+    assert all(isinstance(reply, Failed) for reply in group.restart())
+
+
+def test_a_rank_in_this_process_has_the_weights_of_the_seed_until_it_is_closed() -> None:
+    group = local_group()
+    expect_weights_of_the_seed(group)
+    expect_closed(group)
 
 
 @pytest.fixture(params=SEVERAL)
 def losing(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[int], None]]]:
-    """A group of several ranks at rest, and how to lose one in its next transition."""
+    """A group of several ranks, and how to lose one in its next transition."""
     if request.param == "fake":
         fake = fake_group()
-        fake.call("transition", OFFLOADED)
         yield fake, lambda rank: fake.script(rank, "transition", "lost", "half")
         fake.close()
         return
     request.getfixturevalue("cluster")
     made = ray_group()
-    made.call("transition", OFFLOADED)
     yield made, lambda rank: made.call_on([rank], "emulated", "die", "copy_in", 1, "half")
     made.close()
 
 
-def test_a_lost_rank_is_a_reply_and_stays_lost(losing: tuple[Any, Callable[[int], None]]) -> None:
+def test_a_lost_rank_stays_lost_until_the_group_starts_anew_as_it_was_built(
+    losing: tuple[Any, Callable[[int], None]],
+) -> None:
     group, lose = losing
+    expect_weights_of_the_seed(group)
+    group.call("train", make_batch(), nll, None, None, False)
+    group.call("transition", OFFLOADED)
     lose(1)
     first, second = group.call("transition", TRAINING)
     assert isinstance(first, Ok)
@@ -217,21 +232,8 @@ def test_a_lost_rank_is_a_reply_and_stays_lost(losing: tuple[Any, Callable[[int]
     assert isinstance(kept[0], Ok)
     assert isinstance(kept[1], Lost)
     assert group.call_on([1], "placement") == {1: kept[1]}
-
-
-def test_a_group_starts_anew_as_it_was_built(losing: tuple[Any, Callable[[int], None]]) -> None:
-    group, lose = losing
-    lose(0)
-    assert isinstance(group.call("transition", TRAINING)[0], Lost)
     replies = group.restart()
     assert [type(reply) for reply in replies] == [Ok, Ok]
     assert all(reply.value.nbytes["params"] > 0 for reply in replies)
-    assert all(isinstance(reply, Ok) for reply in group.call("transition", TRAINING))
-
-
-def test_every_rank_builds_the_weights_of_the_seed(fresh: Any) -> None:
-    torch.manual_seed(3)
-    expected = Tiny().state_dict()
-    for reply in fresh.call("state_dict"):
-        assert reply.value.keys() == expected.keys()
-        assert all(torch.equal(reply.value[name], expected[name]) for name in expected)
+    expect_weights_of_the_seed(group)
+    expect_closed(group)

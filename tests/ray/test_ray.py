@@ -65,7 +65,7 @@ def is_alive(pid: int) -> bool:
 
 def make_ray_rig(path: Path, num_workers: int, **options: Any) -> RayRig:
     session = rs.Session(path, verify="checksum")
-    workers = rs.RayWorkers(num_workers, resources={"CPU": 0.5}, timeout_seconds=TIMEOUT_SECONDS)
+    workers = rs.RayWorkers(num_workers, resources={"CPU": 0.5}, timeout_seconds=TIMEOUT_SECONDS, parallelize=None)
     policy = session.policy(
         "actor", model=Tiny, optimizer=make_optimizer, workers=workers, device=EmulatedDevice(), **options
     )

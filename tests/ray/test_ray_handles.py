@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def rig(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     path = tmp_path_factory.mktemp("handles") / "run.jsonl"
     session = rs.Session(path, verify="checksum")
-    workers = rs.RayWorkers(2, resources={"CPU": 0.5}, timeout_seconds=60)
+    workers = rs.RayWorkers(2, resources={"CPU": 0.5}, timeout_seconds=60, parallelize=None)
     policy = session.policy("actor", model=Tiny, optimizer=make_optimizer, workers=workers, device=EmulatedDevice())
     with policy.training_mode():
         policy.train(make_batch(), nll)

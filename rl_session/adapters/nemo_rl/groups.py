@@ -65,6 +65,7 @@ class LegacyGroup(ABC):
 
     num_ranks = 1
     logs_moves = False
+    is_joined = False
 
     def __init__(self, legacy: object, name: str, kind: Kind, nbytes: Mapping[str, int]) -> None:
         self._legacy = weakref.ref(legacy)
