@@ -121,10 +121,11 @@ class FakeEngine:
                 "bytes_needed". Half of a wake or sleep is the first of its tags; half of a bucket is half of its bytes.
             k: Which call, counted from 1 from now on.
             point: "before", "half" or "after".
-            error: What to raise, an exception or a class; False to return False; by default :class:`InjectedFault`.
+            error: What to raise, an exception or a class; False to return False, where what is returned says whether it
+                worked (not "generate" and "bytes_needed"); by default :class:`InjectedFault`.
 
         Raises:
-            ConfigError: An unknown operation or point, or ``k`` below 1.
+            ConfigError: An unknown operation or point, ``k`` below 1, or False where it says nothing.
         """
         if operation not in _OPERATIONS or point not in _POINTS or k < 1:
             raise ConfigError(
@@ -132,6 +133,9 @@ class FakeEngine:
                 (f"operations: {', '.join(_OPERATIONS)}", f"points: {', '.join(_POINTS)}", "k counts from 1"),
                 'engine.fail("bucket", k=2, point="half")',
             )
+        if error is False and operation in ("generate", "bytes_needed"):
+            what = f"FakeEngine.fail({operation!r}, error=False)"
+            raise ConfigError(what, ("what it returns is a result, and no answer whether it worked",), "error=None")
         if error is None:
             error = InjectedFault(f"injected: {operation} {k}, {point}")
         elif isinstance(error, type):

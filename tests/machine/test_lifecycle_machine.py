@@ -116,6 +116,15 @@ class Lifecycle(RuleBasedStateMachine):
                 result = real()
             except (rs.RLSessionError, Noted) as raised:
                 error = raised
+        try:
+            return self.judge(result, error, effect, faults, retries=retries)
+        finally:
+            error = None  # it holds this frame, and its own frames hold gradients
+
+    def judge(
+        self, result: Any, error: Exception | None, effect: Callable[[], Any], faults: list[Any], *, retries: bool
+    ) -> tuple[Any, str]:
+        """Do it on the model, and compare what came of it."""
         refused: tuple[str, ...] = ()
         try:
             effect()
@@ -812,6 +821,7 @@ class Lifecycle(RuleBasedStateMachine):
         error=st.sampled_from([None, False]),
     )
     def break_engine(self, operation: str, k: int, point: str, error: Any) -> None:
+        error = None if operation == "generate" else error  # what it gives is a result, not an answer
         self.faults.append((True, {"operation": operation, "k": k, "point": point, "error": error}))
         self.faults = self.faults[-2:]
 

@@ -143,6 +143,7 @@ def test_what_cannot_fail_so_is_refused(session: rs.Session) -> None:
         (ranks, {"rank": 2}),
         (ranks, {"kind": "refusal"}),
         (FakeEngine(), {"operation": "wake", "kind": "hang"}),
+        (FakeEngine(), {"operation": "generate", "kind": "refusal"}),
         (torch.nn.Linear(1, 1), {}),
     ):
         with pytest.raises(rs.ConfigError), inject_fault(target, **{"operation": "copy_in", **options}):  # type: ignore[arg-type]
