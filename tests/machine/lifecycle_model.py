@@ -577,7 +577,11 @@ class World:
             engine.weights = "pushed"
         if sleeps and not engine.frames:
             engine.sleep()
-        self.leave(policy, key)
+        lazy, engine.lazy = engine.lazy, True  # what is refitted is put back to what it was, no more
+        try:
+            self.leave(policy, key)
+        finally:
+            engine.lazy = lazy
         self.note()
         if not fits:
             raise Refused("DeviceMemoryError")

@@ -164,7 +164,9 @@ class Lifecycle(RuleBasedStateMachine):
         self.mend()
         if self.over:
             return
-        found = [w for w in (*self.world.trail, self.world) if all(self.agrees(w, n) for n in BACKENDS)]
+        num = len(self.stage.engine._control.frames)
+        worlds = [w for w in (*self.world.trail, self.world) if len(w.engine.frames) == num]
+        found = [w for w in worlds if all(self.agrees(w, n) for n in BACKENDS)]
         seen = {
             n: (p.policy.mode.value, p.placement(), p.control._pending_release) for n, p in self.stage.players.items()
         }
@@ -252,10 +254,10 @@ class Lifecycle(RuleBasedStateMachine):
     def check_engine(self) -> None:
         engine, fake = self.world.engine, self.stage.fake
         handle = self.stage.engine._control
+        assert len(handle.frames) == len(engine.frames)
         if handle.pending or handle.health != "ok":
             self.see_engine()
             return
-        assert len(handle.frames) == len(engine.frames)
         if engine.awake != set(handle.awake):
             assert self.world.capacity is not None, (engine.awake, handle.awake)
             assert not engine.frames
@@ -269,7 +271,6 @@ class Lifecycle(RuleBasedStateMachine):
         handle = self.stage.engine._control
         engine = self.world.engine
         engine.awake, engine.weights = set(handle.awake), handle.weights
-        assert len(handle.frames) == len(engine.frames)
         assert self.stage.fake.awake_tags <= engine.awake or handle.pending
 
     def check_device(self) -> None:
@@ -837,10 +838,12 @@ class Lifecycle(RuleBasedStateMachine):
             if player.policy.health == "faulted":
                 self.recover(name)
 
-    def forget_engine_scopes(self) -> None:
+    def forget_engine_scopes(self, but: int = 0) -> None:
+        """A recovery has ended them, those of ``generation_mode`` with the scope of the policy; ``but`` the outermost few."""
         for world in (self.world, *self.world.trail):
-            world.engine.frames = []
-        self.stage.engine_scopes = []
+            world.engine.frames = world.engine.frames[:but]
+        self.stage.engine_scopes = self.stage.engine_scopes[:but]
+        self.see_engine()
 
     def recover(self, name: str) -> None:
         player = self.stage.players[name]
@@ -862,6 +865,7 @@ class Lifecycle(RuleBasedStateMachine):
         assert not player.differences()
         for world in (self.world, *self.world.trail):
             self.take_over(world.policies[name], player)
+        self.forget_engine_scopes(len(self.stage.engine._control.frames))
 
     def take_over(self, policy: Policy, player: Player) -> None:
         """After a recovery the model begins anew from what is seen."""
