@@ -592,6 +592,18 @@ class Lifecycle(RuleBasedStateMachine):
             player.twin.forward_train(make_batch(seed))
             player.twin.zero_grad()
 
+    @rule(name=WHO, seed=SEEDS, by_hand=st.booleans())
+    def leave_gradients(self, name: str, seed: int, by_hand: bool) -> None:
+        """What makes live gradients, in one: chance alone seldom does."""
+        steps: list[Callable[[], None]] = [lambda: self.open(name=name, mode="training")]
+        if by_hand:
+            steps.append(lambda: self.own_backward(name=name, seed=seed))
+        else:
+            steps += [lambda: self.begin(name=name), lambda: self.accumulate(name=name, seed=seed, loss=loss_fn)]
+        for step in steps:
+            step()
+            self.it_is_as_the_model_says()
+
     @rule(name=WHO)
     def commit(self, name: str) -> None:
         player, policy = self.pair(name)
