@@ -4,6 +4,7 @@ PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
 SEED ?= 1
+CYCLES ?= 2000
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -11,7 +12,7 @@ SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-smoke test test-nightly loops bench bench-gpu check docs format format-check lint types imports clean
+.PHONY: help setup demo demo-smoke test test-nightly test-bites soak loops bench bench-gpu check docs format format-check lint types imports clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,12 @@ NIGHTLY := tests/machine tests/session/test_random_tenants.py tests/generation/t
 
 test-nightly: $(STAMP) ## Random programs in depth (SEED=2 for others; takes an hour)
 	@HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(NIGHTLY) --hypothesis-seed=$(SEED) --timeout 0 $(ARGS)
+
+test-bites: $(STAMP) ## Take one mechanism after the other away, and show which test notices (ARGS="guard" for some)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/bites/bite_runner.py $(ARGS)
+
+soak: $(STAMP) ## 2,000 cycles of a loop with three participants (CYCLES=100 for fewer): nothing may grow
+	@OMP_NUM_THREADS=1 RL_SESSION_SOAK_CYCLES=$(CYCLES) $(BIN)/python -m pytest tests/faults/test_soak.py -s -q --timeout=0 $(ARGS)
 
 loops: $(STAMP) ## Make the scoped loops of migration/loops from the legacy ones
 	@cp migration/loops/legacy/*.py migration/loops/scoped/

@@ -9,8 +9,11 @@ import argparse
 import ast
 import re
 import sys
+import tomllib
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rl_session.lifecycle import CALL_MODES, MODE_TABLE, NESTING, Cell, Facts, Flags, Mode, Placement, Tier, resolve
 from rl_session_migrate.shim.effects import Effect, LegacyConfig, policy_effect, value_effect
@@ -303,22 +306,55 @@ def legacy_value_table() -> str:
 
 
 def _faults() -> list[list[str]]:
-    """One row a test that tells its story: others, here, by."""
+    """One row a test that tells its story, wherever it stands: others, here, by; and the bites that guard it."""
+    guards = _guards()
     rows = []
-    for path in sorted((DOCS.parent / "tests" / "faults").glob("test_*.py")):
+    for path in sorted((DOCS.parent / "tests").rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             told = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
             if not isinstance(node, ast.FunctionDef) or told is None or not node.name.startswith("test_row_"):
                 continue
             parts = dict(re.findall(r"^(Others|Here|By): (.*?)(?=\n(?:Here|By):|\Z)", told, re.MULTILINE | re.DOTALL))
             cells = [" ".join(parts[key].split()) for key in ("Others", "Here", "By")]
-            rows.append([str(int(node.name.split("_")[2])), *cells, f"`{node.name}`"])
+            rows.append([str(int(node.name.split("_")[2])), *cells, f"`{node.name}`", guards[node.name]])
     return sorted(rows, key=lambda row: int(row[0]))
+
+
+def _bites() -> list[tuple[str, dict[str, Any]]]:
+    """Every bite, with the area it stands in."""
+    return [
+        (path.stem, entry)
+        for path in sorted((DOCS.parent / "tests" / "bites").glob("*.toml"))
+        for entry in tomllib.loads(path.read_text(encoding="utf-8"))["bite"]
+    ]
+
+
+def _guards() -> dict[str, str]:
+    """Test to the numbers of the bites that it has to notice."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for number, (_, entry) in enumerate(_bites(), 1):
+        for test in entry["tests"]:
+            found[test.partition("::")[2]].append(str(number))
+    return defaultdict(str, {test: ", ".join(numbers) for test, numbers in found.items()})
 
 
 def fault_table() -> str:
     """What others report, and what happens here."""
-    return _table(["row", "what others report", "what happens here", "the mechanism", "the test"], _faults())
+    head = ["row", "what others report", "what happens here", "the mechanism", "the test", "bites"]
+    return _table(head, _faults())
+
+
+def bite_table() -> str:
+    """What is taken away, where, and which tests notice."""
+    rows = [
+        [str(number), area, entry["mechanism"], f"`{entry['file']}`", _noticed(entry["tests"])]
+        for number, (area, entry) in enumerate(_bites(), 1)
+    ]
+    return _table(["bite", "area", "what is true while the mechanism is there", "where", "noticed by"], rows)
+
+
+def _noticed(tests: list[str]) -> str:
+    return ", ".join(f"`{test.partition('::')[2]}`" for test in tests)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -330,6 +366,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "legacy-policy-table": legacy_policy_table,
     "legacy-value-table": legacy_value_table,
     "fault-table": fault_table,
+    "bite-table": bite_table,
 }
 
 

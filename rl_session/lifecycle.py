@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 import attrs
 
@@ -89,10 +90,16 @@ class Placement(Mapping[str, Tier]):
     __slots__ = ("_tiers",)
 
     def __init__(self, tiers: Mapping[str, Tier]) -> None:
-        self._tiers: dict[str, Tier] = {str(name): Tier(tier) for name, tier in tiers.items()}
+        self._tiers: dict[str, Tier] = {
+            str(name): tier if type(tier) is Tier else Tier(tier) for name, tier in tiers.items()
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As text: ranks send placements with every transition, and enums are slow to unpickle."""
+        return _placement, (tuple((name, tier._value_) for name, tier in self._tiers.items()),)
 
     def __getitem__(self, component: str) -> Tier:
-        return self._tiers.get(str(component), Tier.NONE)
+        return self._tiers.get(component, Tier.NONE)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tiers)
@@ -135,6 +142,12 @@ class Placement(Mapping[str, Tier]):
             Component to "device", "host" or "none".
         """
         return {name: tier.value for name, tier in self._tiers.items()}
+
+
+@lru_cache(maxsize=256)
+def _placement(tiers: tuple[tuple[str, str], ...]) -> Placement:
+    """One that was pickled; those that are equal may be one object."""
+    return Placement({name: Tier(tier) for name, tier in tiers})
 
 
 class Cell(StrEnum):

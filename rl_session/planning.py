@@ -1,6 +1,7 @@
 """From a placement to a placement: the ordered moves between them, decided without touching a byte.
 
-Pure: no torch, no ray. The unit is a *storage* (several tensors, components and even policies may share one). A plan has
+Pure: no torch, no ray. What moves is a *storage* (several tensors, components and even policies may share one); storages in
+the same position are planned together, so that a plan is as long as there are positions and not as there are storages. It has
 three phases in a fixed order that bounds the device's peak: offloads, then drops, then onloads; within the offloads the
 clean ones come first because they free memory without copying.
 """
@@ -8,7 +9,7 @@ clean ones come first because they free memory without copying.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -19,36 +20,39 @@ __all__ = ["Holding", "Move", "Moved", "Plan", "StorageFacts", "choose_evictions
 
 
 class StorageFacts(NamedTuple):
-    """What planning knows of one storage.
+    """What planning knows of one storage, or of several in the same position.
 
     Attributes:
-        key: Identity of the storage, unique on its device.
+        key: Says which, to whoever asked; planning only hands it on.
         component: The component it is counted under (the first that reaches it).
         components: Every component of this policy that reaches it.
-        nbytes: Size in bytes when it is on the device.
-        tier: Where its bytes are now.
+        nbytes: Size in bytes when on the device, all together.
+        tier: Where the bytes are now.
         clean: Whether a host copy with the same bytes exists.
         floor: The highest tier another policy on the device needs it at.
+        num_storages: How many storages.
     """
 
-    key: int
+    key: Hashable
     component: str
     components: tuple[str, ...]
     nbytes: int
     tier: Tier
     clean: bool
     floor: Tier
+    num_storages: int = 1
 
 
 class Move(NamedTuple):
-    """One storage that changes tier; ``elided`` when no byte is copied for it."""
+    """What changes tier: one storage, or ``num_storages`` in the same position; ``elided`` when no byte is copied for it."""
 
-    key: int
+    key: Hashable
     component: str
     nbytes: int
     from_tier: Tier
     to_tier: Tier
     elided: bool
+    num_storages: int = 1
 
 
 class Moved(NamedTuple):
@@ -132,7 +136,7 @@ def _goal(facts: StorageFacts, target: Placement) -> Tier:
 
 
 def _move(facts: StorageFacts, goal: Tier, *, elided: bool) -> Move:
-    return Move(facts.key, facts.component, facts.nbytes, facts.tier, goal, elided)
+    return Move(facts.key, facts.component, facts.nbytes, facts.tier, goal, elided, facts.num_storages)
 
 
 def summarise(moves: Iterable[Move]) -> tuple[Moved, ...]:
@@ -142,7 +146,7 @@ def summarise(moves: Iterable[Move]) -> tuple[Moved, ...]:
     for move in moves:
         key = (move.component, move.from_tier, move.to_tier, move.elided)
         nbytes[key] += move.nbytes
-        count[key] += 1
+        count[key] += move.num_storages
     return tuple(
         Moved(component, from_tier, to_tier, total, count[component, from_tier, to_tier, elided], elided)
         for (component, from_tier, to_tier, elided), total in nbytes.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
@@ -15,11 +16,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 import pytest
+from click.testing import CliRunner
 
 import rl_session as rs
+from rl_session import audit
+from rl_session.cli import _app
 
 EXPORTED = {name: getattr(rs, name) for name in rs.__all__}
 HEAVY = ("torch", "ray", "tensordict", "safetensors", "transformers")
@@ -80,6 +85,48 @@ def test_the_command_says_the_version_that_is_installed() -> None:
     assert done.stdout.split() == ["rl-session", importlib.metadata.version("rl-session")]
 
 
+def test_commands_are_listed_in_the_order_of_the_code() -> None:
+    told = CliRunner().invoke(_app, ["--help"]).stdout.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in told] == ["audit", "doctor", "lint", "migrate"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("audti", "No such command 'audti'. Did you mean 'audit'?"),
+        ("audit sumary", "No such command 'sumary'. Did you mean 'summary'?"),
+        ("audit show run.jsonl --polcy actor", "No such option '--polcy'. Did you mean '--policy'?"),
+        ("audit summary", "Missing argument 'RUN'."),
+        ("audit summary run.jsonl --step two", "Invalid value for '--step' / '-s': 'two' is not a valid integer."),
+    ],
+)
+def test_a_command_that_cannot_be_understood_says_why_and_where_help_is(words: str, says: str) -> None:
+    done = CliRunner().invoke(_app, words.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("Usage: rl-session")
+    assert "--help' for help." in done.stderr
+    assert done.stderr.endswith(f"Error: {says}\n")
+
+
+@pytest.mark.parametrize("words", ["", "audit"])
+def test_without_a_command_help_is_printed(words: str) -> None:
+    done = CliRunner().invoke(_app, words.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "Commands:\n" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "inside"), [("lint loop.py", "lint"), ("migrate loop.py", "migrate")])
+def test_an_interrupted_command_ends_with_the_status_that_shells_give(
+    words: str, inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"rl_session.cli.{inside}._run", interrupted)
+    done = CliRunner().invoke(_app, words.split())
+    assert (done.exit_code, done.output) == (130, "")
+
+
 # -- exports --------------------------------------------------------------------------------------------------------
 
 
@@ -109,18 +156,34 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         rs.logprob_mode  # noqa: B018
 
 
-def test_type_checkers_and_programs_are_told_of_the_same_names() -> None:
-    tree = ast.parse(Path(rs.__file__).read_text(encoding="utf-8"))
+def told_to_type_checkers(package: ModuleType) -> dict[str, str | None]:
+    """Names and their homes, as a package whose names are loaded late gives them to type checkers."""
+    assert package.__file__ is not None
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
     (checking,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    told = {
+    return {
         alias.name: statement.module
         for statement in checking.body
         if isinstance(statement, ast.ImportFrom)
         for alias in statement.names
     }
+
+
+def test_type_checkers_and_programs_are_told_of_the_same_names() -> None:
+    told = told_to_type_checkers(rs)
     errors = dict.fromkeys(sys.modules["rl_session.errors"].__all__, "rl_session.errors")
     assert told == {**rs._HOME_OF, **errors}
     assert sorted(told) == list(rs.__all__)
+
+
+def test_the_audit_gives_its_names_late_and_tells_type_checkers_of_the_same() -> None:
+    homes = {name: f"rl_session.audit.{audit._HOME_OF.get(name, 'events')}" for name in audit.__all__}
+    assert told_to_type_checkers(audit) == homes
+    assert dir(audit) == sorted(audit.__all__)
+    for name, home in homes.items():
+        assert getattr(audit, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match=r"module 'rl_session.audit' has no attribute 'ENVELOPE'"):
+        audit.ENVELOPE  # noqa: B018
 
 
 def test_both_packages_are_typed_and_importable() -> None:

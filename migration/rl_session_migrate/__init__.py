@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from rl_session_migrate.proof import Report, verify
     from rl_session_migrate.shim.batch import BatchedDataDict
     from rl_session_migrate.shim.effects import LegacyConfig
-    from rl_session_migrate.shim.generation import LegacyGeneration, refit_policy_generation
+    from rl_session_migrate.shim.generation import LegacyGeneration
     from rl_session_migrate.shim.loss import LegacyLoss, as_loss_fn
     from rl_session_migrate.shim.policy import LegacyPolicy
+    from rl_session_migrate.shim.refit import LegacySynchronizer, refit_policy_generation
     from rl_session_migrate.shim.value import LegacyValue
 
 _HOMES = {
     "rl_session_migrate.shim.batch": ("BatchedDataDict",),
     "rl_session_migrate.shim.effects": ("LegacyConfig",),
-    "rl_session_migrate.shim.generation": ("LegacyGeneration", "refit_policy_generation"),
+    "rl_session_migrate.shim.generation": ("LegacyGeneration",),
     "rl_session_migrate.shim.loss": ("LegacyLoss", "as_loss_fn"),
     "rl_session_migrate.shim.policy": ("LegacyPolicy",),
+    "rl_session_migrate.shim.refit": ("LegacySynchronizer", "refit_policy_generation"),
     "rl_session_migrate.shim.value": ("LegacyValue",),
     "rl_session_migrate.proof": ("Report", "verify"),
 }
@@ -40,6 +42,7 @@ __all__ = [
     "LegacyGeneration",
     "LegacyLoss",
     "LegacyPolicy",
+    "LegacySynchronizer",
     "LegacyValue",
     "Report",
     "as_loss_fn",

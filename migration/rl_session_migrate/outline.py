@@ -91,6 +91,7 @@ class Function:
         this: The name of its first parameter if it is a method: ``self``.
         bindings: Every binding of each name in it.
         foreign: Names declared ``global`` or ``nonlocal``.
+        outermost: Those declared ``global``.
         is_async: ``async def``.
         is_generator: Whether it yields.
     """
@@ -103,6 +104,7 @@ class Function:
     this: str = ""
     bindings: dict[str, list[Binding]] = attrs.field(factory=lambda: defaultdict(list))
     foreign: set[str] = attrs.field(factory=set)
+    outermost: set[str] = attrs.field(factory=set)
     is_async: bool = False
     is_generator: bool = False
 
@@ -230,7 +232,10 @@ class _Builder:
                 if node.name is not None:
                     self._bind(node.name, By.OTHER, None, function, node)
             case cst.Global() | cst.Nonlocal():
-                function.foreign.update(item.name.value for item in node.names)
+                names = {item.name.value for item in node.names}
+                function.foreign |= names
+                if isinstance(node, cst.Global):
+                    function.outermost |= names
             case cst.Yield():
                 function.is_generator = True
         for child in children(node):
@@ -353,7 +358,20 @@ class _Builder:
         binding = Binding(by, value, function, node, annotation, index)
         if isinstance(target, cst.Name):
             function.bindings[target.value].append(binding)
+            home = _declared_home(function, target.value)
+            if home is not None:
+                home.bindings[target.value].append(binding)
         elif isinstance(target, cst.Attribute) and isinstance(target.value, cst.Name):
             method = next((f for f in function.chain() if f.owner is not None), None)
             if method is not None and method.owner is not None and target.value.value == method.this:
                 method.owner.attributes[target.attr.value].append(binding)
+
+
+def _declared_home(function: Function, name: str) -> Function | None:
+    """The outer function, or the module, whose name a function binds by ``global`` or ``nonlocal``."""
+    if name not in function.foreign:
+        return None
+    outer = list(function.chain())[1:]
+    if name in function.outermost:
+        return outer[-1] if outer else None
+    return next((home for home in outer if name in home.bindings and name not in home.foreign), None)

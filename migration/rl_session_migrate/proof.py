@@ -4,10 +4,11 @@
     assert report.equal, report
 
 Two runs are the same when they make the same compute calls in the same order, each in the same mode, on the same weights, with
-the same result (where both logs have digests: ``Session(verify="checksum")``), and when nothing is on the device at a wake of an
-engine that legacy did not have there, unless budget less demand leaves room for it. Moves may differ: that is what scopes are
-for. So a call outside every scope may run in another mode than by hand, where the move between the two was left out: with
-nothing more of its tenant on the device than legacy had at that call. Knows two runs and no log; imports neither torch nor ray.
+the same result, and when nothing is on the device at a wake of an engine that legacy did not have there, unless the budget has
+room for it. Results are compared by their digests (``Session(verify="checksum")``, both runs): without them nothing is
+proved, and the report says so. Moves may differ: that is what scopes are for. So a call outside every scope may run in another
+mode than by hand, where the move between the two was left out: with nothing more of its tenant on the device than legacy had at
+that call. Knows two runs and no log; imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rl_session_migrate.runs import Act, Moment, OnDevice, Run, Wake, read_run
 
 __all__ = ["Difference", "Report", "Totals", "compare", "verify"]
 
+Verdict = Literal["equal", "different", "unproved"]
 Kind = Literal["missing", "extra", "order", "call", "mode", "weights", "result", "error", "device", "peak"]
 
 _LOOK_AHEAD = 50
@@ -100,6 +102,7 @@ class Report:
         differences: What differs, in the order of the runs. After an act that is missing, extra or out of order nothing more is
             compared; of acts that differ otherwise each is listed.
         num_digests: How many results were compared; 0 where a log has no digests.
+        num_unproved: How many calls return something of which a log has no digest.
         num_elided_modes: How many calls ran outside every scope in another mode than by hand, with nothing more on the device.
         legacy: Totals of the legacy run.
         scoped: Totals of the scoped run.
@@ -108,15 +111,21 @@ class Report:
 
     differences: tuple[Difference, ...]
     num_digests: int
+    num_unproved: int
     num_elided_modes: int
     legacy: Totals
     scoped: Totals
     moments: tuple[Moment, ...]
 
     @property
+    def verdict(self) -> Verdict:
+        """``"unproved"``: no difference was found, but not every result could be compared."""
+        return "different" if self.differences else "unproved" if self.num_unproved else "equal"
+
+    @property
     def equal(self) -> bool:
-        """Whether the runs are the same, but for moves."""
-        return not self.differences
+        """Whether the runs are shown to be the same, but for moves."""
+        return self.verdict == "equal"
 
     @property
     def difference(self) -> Difference | None:
@@ -125,9 +134,8 @@ class Report:
 
     def __str__(self) -> str:
         a, b = self.legacy, self.scoped
-        verdict = "the same" if self.equal else "NOT the same"
         lines = [
-            f"{verdict}: {a.num_acts} and {b.num_acts} compute calls, {self.num_digests} results compared",
+            f"{_VERDICTS[self.verdict]}: {a.num_acts} and {b.num_acts} compute calls, {self.num_digests} results compared",
             f"  bytes moved: {a.bytes_moved} legacy, {b.bytes_moved} scoped; elided: {a.bytes_elided}, {b.bytes_elided}",
             f"  peak on the device: {a.peak} legacy, {b.peak} scoped",
         ]
@@ -135,21 +143,34 @@ class Report:
             lines.append(
                 f"  {self.num_elided_modes} calls rested in another mode than by hand, with nothing more on the device"
             )
-        if not self.num_digests:
-            lines.append('  results were not compared: run both with Session(..., verify="checksum")')
+        if self.num_unproved:
+            lines.append(
+                f'  {self.num_unproved} results were not compared: run both with Session(..., verify="checksum")'
+            )
         return "\n".join([*lines, *(str(difference) for difference in self.differences[:3])])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         return {
+            "verdict": self.verdict,
             "equal": self.equal,
             "num_digests": self.num_digests,
+            "num_unproved": self.num_unproved,
             "num_elided_modes": self.num_elided_modes,
             "differences": [attrs.asdict(difference) for difference in self.differences],
             "legacy": attrs.asdict(self.legacy),
             "scoped": attrs.asdict(self.scoped),
             "moments": [attrs.asdict(moment) for moment in self.moments],
         }
+
+
+_VERDICTS: dict[Verdict, str] = {
+    "equal": "the same",
+    "different": "NOT the same",
+    "unproved": "NOT PROVED, though no difference was found",
+}
+_WITHOUT_RESULT = frozenset({"save_checkpoint", "load_checkpoint", "begin_step", "forward_backward", "abort"})
+"""Acts that return nothing that a digest could be made of."""
 
 
 def verify(legacy_log: LogSource, scoped_log: LogSource) -> Report:
@@ -177,6 +198,7 @@ def compare(legacy: Run, scoped: Run) -> Report:
     return Report(
         differences=tuple(differences),
         num_digests=sum(a.digest is not None and b.digest is not None for a, b in pairs),
+        num_unproved=sum(_is_unproved(a, b) for a, b in pairs),
         num_elided_modes=sum(_name(a) == _name(b) and _elides_mode(a, b) for a, b in pairs),
         legacy=Totals.of(legacy),
         scoped=Totals.of(scoped),
@@ -214,6 +236,12 @@ def _unlike(a: Act, b: Act) -> Kind | None:
     if a.digest is not None and b.digest is not None and a.digest != b.digest:
         return "result"
     return None
+
+
+def _is_unproved(a: Act, b: Act) -> bool:
+    """Whether two calls return something, and a log does not say what."""
+    returns = a.method not in _WITHOUT_RESULT and not a.error and not b.error
+    return returns and (a.digest is None or b.digest is None)
 
 
 def _elides_mode(a: Act, b: Act) -> bool:

@@ -137,7 +137,7 @@ _CLASSES: Mapping[str, tuple[Tenant, Api | None]] = {
     **dict.fromkeys(("TQPolicy", "LegacyPolicy"), (Tenant.POLICY, Api.LEGACY)),
     **dict.fromkeys(("PolicyInterface", "ColocatablePolicyInterface"), (Tenant.POLICY, Api.LEGACY)),
     **dict.fromkeys(("Value",), (Tenant.VALUE, None)),
-    **dict.fromkeys(("ValueInterface", "LegacyValue"), (Tenant.VALUE, Api.LEGACY)),
+    **dict.fromkeys(("ValueInterface", "LegacyValue", "TQValue"), (Tenant.VALUE, Api.LEGACY)),
     "ValueModel": (Tenant.VALUE, Api.SCOPED),
     **dict.fromkeys(
         (
@@ -156,6 +156,8 @@ _CLASSES: Mapping[str, tuple[Tenant, Api | None]] = {
     **dict.fromkeys(("InProcessEngine", "VLLMEngine"), (Tenant.ENGINE, Api.SCOPED)),
     "WeightSynchronizer": (Tenant.SYNCHRONIZER, Api.LEGACY),
 }
+_SHIMS = {"LegacyPolicy": "policy", "LegacyValue": "value", "LegacyGeneration": "engine"}
+"""The shim's handles, and the name of the argument that says over what."""
 _OURS = ("rl_session", "rl_session_migrate")
 _ROOTS = ("nemo_rl", *_OURS)
 _OPAQUE = frozenset({"Any", "object", "Self", "T", "Callable"})
@@ -164,6 +166,8 @@ _COLLECTIONS = frozenset(
 )
 _MAPPINGS = frozenset({"dict", "Dict", "Mapping", "defaultdict"})
 _UNWRAPPED = frozenset({"Optional", "Annotated", "Final", "ClassVar", "Union"})
+_MAYBE_ONE = re.compile(r"Policy|Value(?:Model|Interface)?$|Generation|Synchronizer|Protocol")
+"""Names of classes that may be those of tenants, though no known ones."""
 # What these hold are settings, never the objects themselves.
 _SETTINGS = re.compile(r"(?:\w+_)?(?:cfg|config|conf|args|opts|options|settings|params|hparams)")
 
@@ -180,10 +184,14 @@ def telling_names() -> frozenset[str]:
 
 def convention(name: str) -> Tenant | None:
     """The tenant that a name alone suggests."""
-    for pattern, tenant in _CONVENTIONS:
-        if pattern.fullmatch(name):
-            return tenant
-    return None
+    spelled = name.lower() if name.isupper() else name
+    return next((tenant for pattern, tenant in _CONVENTIONS if pattern.fullmatch(spelled)), None)
+
+
+def _plural(name: str) -> Tenant | None:
+    """The tenant of which a name alone suggests several."""
+    spelled = name.lower() if name.isupper() else name
+    return next((tenant for pattern, tenant in _PLURALS if pattern.fullmatch(spelled)), None)
 
 
 @attrs.frozen(eq=False)
@@ -220,6 +228,7 @@ class Receivers:
         self._busy: set[tuple[str, str]] = set()
         self._speaks: bool | None = None
         self._call_index: dict[Function, list[tuple[cst.Call, Function]]] | None = None
+        self._by_use: dict[Identity, Tenant] | None = None
 
     @property
     def speaks(self) -> bool:
@@ -234,8 +243,26 @@ class Receivers:
 
     def of(self, node: cst.BaseExpression, function: Function) -> Receiver | None:
         """The tenant that an expression names in a function, by everything but the method called on it."""
+        self._used()
         found = self._resolve(node, function)
         return found if isinstance(found, Receiver) else None
+
+    def why_unknown(self, node: cst.BaseExpression, method: str, function: Function) -> str:
+        """Why nobody is known whose lifecycle ``method`` would be; "" where it is certainly somebody else's.
+
+        To be asked where :meth:`of_call` found nobody.
+        """
+        if self._is_self(node, function) or dotted(node) in self.outline.imports:
+            return ""
+        found = self._resolve(node, function)
+        if found is None:
+            return f"whose method it is cannot be told; nothing makes, annotates or names {code(node)} as a tenant"
+        if isinstance(found, _Not) and speaks(method) and not self._is_ignored(node):
+            return f"what makes or annotates it is no policy, value model or engine that is known; it is {code(node)}"
+        return ""
+
+    def _is_ignored(self, node: cst.BaseExpression) -> bool:
+        return (dotted(node) or "").rpartition(".")[2] in self.names.ignore
 
     def of_call(self, node: cst.BaseExpression, method: str, function: Function) -> Receiver | None:
         """The tenant whose ``method`` an attribute access reaches, or None if it is somebody else's.
@@ -247,6 +274,7 @@ class Receivers:
         """
         if not tenants_of(method) or self._is_self(node, function):
             return None
+        self._used()
         found = self._resolve(node, function)
         if isinstance(found, (_Not, _Session, _Many)):
             return None
@@ -369,7 +397,14 @@ class Receivers:
         if isinstance(found, _Many):
             return self._element(node, found, function)
         path = dotted(node.value)
-        return None if path is None or found is None else _NOT
+        if path is not None and found is not None:
+            return _NOT
+        identity = Identity(function.name, code(node))
+        key = _key_of(node)
+        tenant = convention(key) if path is not None and not _SETTINGS.fullmatch(path.rpartition(".")[2]) else None
+        if tenant is not None:
+            return Receiver(tenant, identity, Evidence.NAME, node, is_single=False)
+        return self._used_as(node, identity, is_single=False)
 
     def _element(self, node: cst.BaseExpression, many: _Many, function: Function) -> Receiver:
         identity = Identity(function.name, code(node))
@@ -393,7 +428,7 @@ class Receivers:
         root = (dotted(node.func) or "").partition(".")[0]
         if root in ("torch", "nn", "np", "numpy"):
             return _NOT
-        return None
+        return self._used_as(node, Identity(function.name, code(node)), is_single=False)
 
     def _made(self, node: cst.Call, name: str, function: Function) -> _Found:
         """What a call makes, if it is a known way to make a tenant or a session."""
@@ -416,7 +451,22 @@ class Receivers:
                 if isinstance(found, Receiver) and found.tenant in (Tenant.POLICY, Tenant.VALUE):
                     return attrs.evolve(found, node=node, api=Api.SCOPED)
         known = self._class_named(node.func, name, function)
-        return tenant(*known) if isinstance(known, tuple) else known
+        return (self._behind(node, name, known, function) or tenant(*known)) if isinstance(known, tuple) else known
+
+    def _behind(
+        self, node: cst.Call, name: str, known: tuple[Tenant, Api | None], function: Function
+    ) -> Receiver | None:
+        """The tenant that a handle of the shim is made over: one object under two names."""
+        if name not in _SHIMS:
+            return None
+        positional, keywords, _ = arguments(node)
+        given = (
+            positional[0] if positional else next((keywords[key] for key in _SHIMS.values() if key in keywords), None)
+        )
+        found = self._resolve(given, function) if given is not None else None
+        if not isinstance(found, Receiver) or not found.is_single or found.tenant is not known[0]:
+            return None
+        return attrs.evolve(found, node=node, api=known[1], is_scopes=False, handle_of=None, origin=node)
 
     # -- classes and annotations ----------------------------------------------------------------------------------
 
@@ -476,14 +526,14 @@ class Receivers:
             return self._annotated_generic(annotation, node, identity, function)
         name = dotted(annotation) or ""
         last = name.rpartition(".")[2]
-        if last in _OPAQUE or not last:
-            return None
+        if last in _OPAQUE or last in _COLLECTIONS or last in _MAPPINGS or not last:
+            return None  # a collection without its elements says nothing of them
         known = self._class_named(annotation, last, function)
         if isinstance(known, tuple):
             return Receiver(known[0], identity, Evidence.ANNOTATION, node, known[1])
         if known is not None:
             return known
-        return None if re.search(r"Policy|Value(?:Model|Interface)?$|Generation|Protocol", last) else _NOT
+        return None if _MAYBE_ONE.search(last) else _NOT
 
     def _annotated_generic(
         self, annotation: cst.Subscript, node: cst.BaseExpression, identity: Identity, function: Function
@@ -567,6 +617,8 @@ class Receivers:
             found = self._annotated(binding.annotation, node, identity, binding.function)
             if found is not None:
                 return found
+            if any(isinstance(n, cst.Name) and _MAYBE_ONE.search(n.value) for n in walk(binding.annotation)):
+                return None  # a class that may be a tenant's, wherever the object comes from
         match binding.by:
             case By.PARAMETER:
                 named = self._conventional(node, identity)
@@ -647,11 +699,61 @@ class Receivers:
         configured = self.names.tenant_of(last)
         if configured is not None:
             return Receiver(configured, identity, Evidence.CONFIG, node)
-        for pattern, many in _PLURALS:
-            if pattern.fullmatch(last):
-                return _Many(many, Evidence.NAME)
+        many = _plural(last)
+        if many is not None:
+            return _Many(many, Evidence.NAME)
         tenant = convention(last)
-        return None if tenant is None else Receiver(tenant, identity, Evidence.NAME, node)
+        if tenant is None:
+            return self._used_as(node, identity)
+        return Receiver(tenant, identity, Evidence.NAME, node)
+
+    # -- what is called on it ------------------------------------------------------------------------------------
+
+    def _used_as(self, node: cst.BaseExpression, identity: Identity, *, is_single: bool = True) -> Receiver | None:
+        """The tenant that everything called on an object makes it, wherever in the module it is called."""
+        tenant = (self._by_use or {}).get(identity)
+        return None if tenant is None else Receiver(tenant, identity, Evidence.METHOD, node, is_single=is_single)
+
+    def _used(self) -> None:
+        """Look once at what is called on objects of which nothing else is known."""
+        if self._by_use is not None:
+            return
+        self._by_use = {}  # what follows asks for everything else that is known
+        called: dict[Identity, set[str]] = defaultdict(set)
+        spoken: set[Identity] = set()
+        for function in list(self.outline.functions.values()):
+            for node in walk(function.node, into_functions=False):
+                if (
+                    type(node) is cst.Attribute
+                    and tenants_of(node.attr.value)
+                    and not self._is_self(node.value, function)
+                ):
+                    self._note_use(node, function, called, spoken)
+        found = {identity: self._tenant_of_use(names, identity in spoken) for identity, names in called.items()}
+        self._by_use = {identity: tenant for identity, tenant in found.items() if tenant is not None}
+        self._of_name.clear()
+
+    def _note_use(
+        self, node: cst.Attribute, function: Function, called: dict[Identity, set[str]], spoken: set[Identity]
+    ) -> None:
+        who = node.value
+        if isinstance(who, cst.Call) and who.args and self.library_name(who.func, function) == "scopes":
+            who = who.args[0].value
+            spoken.add(self._identity(who, function))
+        if self._resolve(who, function) is None:
+            called[self._identity(who, function)].add(node.attr.value)
+
+    def _tenant_of_use(self, names: set[str], is_spoken: bool) -> Tenant | None:
+        """One telling method is enough; otherwise two lifecycle methods that only one kind of tenant has together."""
+        able = [tenant for tenant in Tenant if all(rule_of(tenant, name) is not None for name in names)]
+        telling = {tenant for name in names if (speaks(name) or self.speaks) and (tenant := is_distinctive(name))}
+        if telling:
+            both = [tenant for tenant in able if tenant in telling]
+            return both[0] if both else telling.pop() if len(telling) == 1 else None
+        if is_spoken:  # only tenants are handed to scopes()
+            return able[0] if able else None
+        moves = [name for name in names if any(_moves(tenant, name) for tenant in tenants_of(name))]
+        return able[0] if len(able) == 1 and len(moves) > 1 and self.speaks else None
 
     def by_method(self, node: cst.BaseExpression, tenant: Tenant, function: Function) -> Receiver:
         """The tenant of an expression of which only the use is known: what is called on it, where it is handed."""
@@ -711,6 +813,18 @@ class Receivers:
             if rule is not None and rule.is_lifecycle and rule.api is Api.LEGACY:
                 return True
         return False
+
+
+def _moves(tenant: Tenant, method: str) -> bool:
+    """Whether a method is one of the manual lifecycle."""
+    rule = rule_of(tenant, method)
+    return rule is not None and rule.is_lifecycle and rule.api is Api.LEGACY
+
+
+def _key_of(node: cst.Subscript) -> str:
+    """The literal key of ``handles["policy"]``; "" for any other subscript."""
+    index = node.slice[0].slice if len(node.slice) == 1 else None
+    return (is_string(index.value) or "") if isinstance(index, cst.Index) else ""
 
 
 _SESSION_MAKES: Mapping[str, Tenant] = {

@@ -26,6 +26,7 @@ __all__ = [
     "is_distinctive",
     "methods",
     "rule_of",
+    "rules_of",
     "speaks",
     "tenants_of",
 ]
@@ -611,6 +612,11 @@ def rule_of(tenant: Tenant, method: str) -> Rule | None:
 def tenants_of(method: str) -> tuple[Tenant, ...]:
     """The tenants that have a method of this name, in the order of :class:`Tenant`."""
     return tuple(tenant for tenant in Tenant if (tenant, method) in RULES)
+
+
+def rules_of(method: str) -> tuple[Rule, ...]:
+    """The rules of every tenant's method of this name."""
+    return tuple(RULES[tenant, method] for tenant in tenants_of(method))
 
 
 def speaks(method: str) -> bool:

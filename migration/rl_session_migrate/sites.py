@@ -15,10 +15,10 @@ import libcst as cst
 
 from rl_session_migrate.outline import Function, Outline, outline
 from rl_session_migrate.receivers import Names, Receiver, Receivers
-from rl_session_migrate.rules import HELPERS, Helper, Rule, Tenant, methods, rule_of
-from rl_session_migrate.tree import Position, Source, arguments, callee, children, dotted, is_string
+from rl_session_migrate.rules import HELPERS, Api, Helper, Rule, Tenant, methods, rule_of, rules_of
+from rl_session_migrate.tree import Position, Source, arguments, callee, children, code, dotted, is_string
 
-__all__ = ["HelperSite", "Module", "Shape", "Site", "analyse"]
+__all__ = ["HelperSite", "Module", "Shape", "Site", "UnknownSite", "analyse"]
 
 
 class Shape(StrEnum):
@@ -159,6 +159,27 @@ class HelperSite:
 
 
 @attrs.frozen(eq=False)
+class UnknownSite:
+    """A lifecycle method on something that may be a tenant or anything else. Nobody touches it.
+
+    Attributes:
+        method: The method's name.
+        receiver: What it is called on, as text.
+        shape: How it is written.
+        function: The function it stands in.
+        position: Where it begins.
+        why: Why nobody is known.
+    """
+
+    method: str
+    receiver: str
+    shape: Shape
+    function: Function
+    position: Position
+    why: str
+
+
+@attrs.frozen(eq=False)
 class Module:
     """What is known of one module.
 
@@ -168,6 +189,7 @@ class Module:
         receivers: Who is which tenant.
         sites: Every site, in the order of the source.
         helpers: Every call of a known helper, in the order of the source.
+        unknown: Lifecycle methods of somebody who is not known.
     """
 
     source: Source
@@ -175,6 +197,7 @@ class Module:
     receivers: Receivers
     sites: tuple[Site, ...]
     helpers: tuple[HelperSite, ...]
+    unknown: tuple[UnknownSite, ...] = ()
     _at: dict[cst.CSTNode, Site | HelperSite] = attrs.field(factory=dict, repr=False)
 
     def at(self, node: cst.CSTNode) -> Site | HelperSite | None:
@@ -202,7 +225,8 @@ def analyse(source: Source, names: Names | None = None) -> Module:
         at[site.node] = site
         at[site.attribute] = site
     at.update({helper.node: helper for helper in finder.helpers})
-    return Module(source, table, receivers, tuple(finder.sites), tuple(finder.helpers), at)
+    unknown = tuple(sorted(finder.unknown, key=lambda site: site.position))
+    return Module(source, table, receivers, tuple(finder.sites), tuple(finder.helpers), unknown, at)
 
 
 _METHODS = methods()
@@ -229,6 +253,7 @@ class _Finder:
         self.receivers = receivers
         self.sites: list[Site] = []
         self.helpers: list[HelperSite] = []
+        self.unknown: list[UnknownSite] = []
 
     def visit(
         self, node: cst.CSTNode, function: Function, parents: tuple[cst.CSTNode, ...], *, is_conditional: bool
@@ -261,12 +286,11 @@ class _Finder:
                 self._remote(node, function, parents, is_conditional=is_conditional)
             return  # an attribute of something that only has the name of a method
         receiver = self.receivers.of_call(node.value, method, function)
-        if receiver is None:
-            return
-        rule = rule_of(receiver.tenant, method)
-        if rule is None:
-            return
         is_called = isinstance(above, cst.Call) and above.func is node
+        rule = rule_of(receiver.tenant, method) if receiver is not None else None
+        if receiver is None or rule is None:
+            self._nobodys(node, function, parents, is_called=is_called)
+            return
         if is_called and not self._is_called_like(above, rule):  # type: ignore[arg-type]
             return
         if not is_called and not _is_handed_on(rule, parents):
@@ -279,6 +303,26 @@ class _Finder:
                 method, rule, receiver, shape, call, node, function, self.source.position(call), around, is_conditional
             )
         )
+
+    def _nobodys(
+        self, node: cst.Attribute, function: Function, parents: tuple[cst.CSTNode, ...], *, is_called: bool
+    ) -> None:
+        """A lifecycle method whose owner is not known is noted, unless it is used as nobody of ours would."""
+        method = node.attr.value
+        rules = [rule for rule in rules_of(method) if rule.is_lifecycle and rule.api is Api.LEGACY]
+        call = parents[-1] if is_called else None
+        if isinstance(call, cst.Call):
+            positional, keywords, _ = arguments(call)
+            rules = [
+                r for r in rules if r.takes is None or (set(keywords) <= r.takes and len(positional) <= len(r.takes))
+            ]
+        else:
+            rules = [rule for rule in rules if _is_handed_on(rule, parents)]
+        why = self.receivers.why_unknown(node.value, method, function) if rules else ""
+        if why:
+            shape = _shape_of_call(parents[:-1], call) if call is not None else _shape_of_value(parents)
+            position = self.source.position(call or node)
+            self.unknown.append(UnknownSite(method, code(node.value), shape, function, position, why))
 
     def _add(self, site: Site) -> None:
         self.sites.append(site)
@@ -371,7 +415,7 @@ class _Finder:
             found = self.receivers.of(value, function) if value is not None else None
             if found is None and value is not None:
                 found = self.receivers.by_method(value, role, function)
-            tenants.append(found)
+            tenants.append(found if found is not None and found.tenant is role else None)
         shape = _shape_of_call(parents, node)
         position = self.source.position(node)
         self.helpers.append(

@@ -11,49 +11,49 @@ read on a laptop. Here is what writes and reads one; what makes sense of it is i
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rl_session.audit.events import (
-    EVENTS,
-    SCHEMA,
-    CallFinished,
-    Change,
-    CheckpointLoaded,
-    CheckpointSaved,
-    ComponentMoved,
-    EngineSlept,
-    EngineWoken,
-    Event,
-    GradientsDropped,
-    GuardRejected,
-    PolicyClosed,
-    PolicyCreated,
-    PolicyFaulted,
-    PolicyRecovered,
-    RankReported,
-    ReferenceSwapped,
-    ScopeEntered,
-    ScopeExited,
-    SessionClosed,
-    SessionOpened,
-    StepAborted,
-    StepCommitted,
-    StepOpened,
-    TransitionCommitted,
-    TransitionFailed,
-    TransitionRolledBack,
-    TransitionStarted,
-    UnknownEvent,
-    WarningIssued,
-    WeightsPublished,
-    WorkerLost,
-)
-from rl_session.audit.naming import sibling_path
-from rl_session.audit.reader import AuditReader, Place, read_audit
-from rl_session.audit.records import Record
-
 if TYPE_CHECKING:
+    from rl_session.audit.envelope import SCHEMA
+    from rl_session.audit.events import (
+        EVENTS,
+        CallFinished,
+        Change,
+        CheckpointLoaded,
+        CheckpointSaved,
+        ComponentMoved,
+        EngineSlept,
+        EngineWoken,
+        Event,
+        GradientsDropped,
+        GuardRejected,
+        PolicyClosed,
+        PolicyCreated,
+        PolicyFaulted,
+        PolicyRecovered,
+        RankReported,
+        ReferenceSwapped,
+        ScopeEntered,
+        ScopeExited,
+        SessionClosed,
+        SessionOpened,
+        StepAborted,
+        StepCommitted,
+        StepOpened,
+        TransitionCommitted,
+        TransitionFailed,
+        TransitionRolledBack,
+        TransitionStarted,
+        UnknownEvent,
+        WarningIssued,
+        WeightsPublished,
+        WorkerLost,
+    )
     from rl_session.audit.log import AuditLog
+    from rl_session.audit.naming import sibling_path
+    from rl_session.audit.reader import AuditReader, Place, read_audit
+    from rl_session.audit.records import Record
 
 __all__ = [
     "EVENTS",
@@ -98,11 +98,26 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load the writer when it is asked for: with structlog it takes longer than all else, and readers need neither."""
-    if name == "AuditLog":
-        from rl_session.audit.log import AuditLog
+_HOME_OF = {
+    "AuditLog": "log",
+    "AuditReader": "reader",
+    "Place": "reader",
+    "Record": "records",
+    "SCHEMA": "envelope",
+    "read_audit": "reader",
+    "sibling_path": "naming",
+}
+"""Where the names are that are neither events nor made of them."""
 
-        globals()[name] = AuditLog
-        return AuditLog
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is asked for: a reader of plain dictionaries needs neither the writer nor the events."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME_OF.get(name, 'events')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from rl_session.audit.events import EVENTS, SCHEMA
+from rl_session.audit.envelope import SCHEMA
+from rl_session.audit.events import EVENTS
 from rl_session.audit.naming import rank_of
 from rl_session.audit.reader import AuditReader, Cursor
 from rl_session.audit.replay import LogSource, PolicyState, Replay, as_reader

@@ -16,25 +16,6 @@ from typing import Any, ClassVar
 
 import attrs
 
-#: Version of the line format. A reader carries later versions through instead of refusing them.
-SCHEMA = 1
-
-#: Keys of every line, in the order in which they are written. The event's own fields lie flat beside them, so
-#: no event may have a field with one of these names.
-ENVELOPE = (
-    "schema",
-    "run_id",
-    "source",
-    "seq",
-    "time_ns",
-    "mono_ns",
-    "event",
-    "policy",
-    "scope_id",
-    "transition_id",
-    "step",
-)
-
 
 @attrs.frozen
 class Change:

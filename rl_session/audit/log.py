@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from rl_session.audit.events import SCHEMA
+from rl_session.audit.envelope import SCHEMA
 from rl_session.audit.naming import next_part, rotate
 from rl_session.audit.render import LineRenderer, render_line
 from rl_session.errors import AuditError, ConfigError
@@ -115,6 +115,8 @@ class AuditLog:
         _logs.add(self)
         self._file = None if self.path is None else self._make_file(self.path, rotate_nbytes)
         self._channel = self._make_channel(list(processors))
+        self.is_silent = self._channel is None
+        """Whether nobody is told anything, so that an event need not be made."""
 
     def _make_file(self, path: Path, rotate_nbytes: int | None) -> _LineFile:
         fd = _open(path)

@@ -17,7 +17,6 @@ import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from urllib.parse import quote
 
 _SUFFIX = ".jsonl"
 _RANK = re.compile(r"rank:(0|[1-9][0-9]*)(?:@.*?)?(?:\+[1-9][0-9]*)?$")
@@ -31,6 +30,8 @@ def sibling_path(path: str | os.PathLike[str], source: str) -> Path:
         path: The driver's file.
         source: Such as ``"rank:0"``. Characters that a file name cannot hold are percent-encoded.
     """
+    from urllib.parse import quote  # only who writes needs it
+
     path = Path(path)
     stem = path.name.removesuffix(_SUFFIX)
     return path.with_name(f"{stem}.{quote(source, safe=':@+=, ', errors='surrogateescape')}{_SUFFIX}")

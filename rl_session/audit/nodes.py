@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from rl_session.audit.events import ENVELOPE
+from rl_session.audit.envelope import ENVELOPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

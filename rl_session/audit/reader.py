@@ -14,14 +14,17 @@ import threading
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import attrs
 import orjson
 
+from rl_session.audit.envelope import is_record, loads_or_none
 from rl_session.audit.naming import find_parts, find_siblings
-from rl_session.audit.records import Record, is_record, loads_or_none, to_record
 from rl_session.errors import AuditError
+
+if TYPE_CHECKING:
+    from rl_session.audit.records import Record
 
 # Bounds memory on a file that has no newlines. No record comes near it.
 _MAX_LINE_NBYTES = 16 * 2**20
@@ -127,6 +130,9 @@ class AuditReader:
         return tuple(self._tally.skipped_at)
 
     def __iter__(self) -> Iterator[Record]:
+        # Late: the classes of the events are nothing to those who take plain dictionaries.
+        from rl_session.audit.records import to_record
+
         return map(to_record, self.dicts())
 
     def dicts(self) -> Iterator[dict[str, Any]]:

@@ -1,34 +1,20 @@
-"""One line of the log as a record: the envelope checked, the event typed.
+"""One line of the log as a typed record.
 
-Knows lines, not files. Values are checked and never coerced; what does not fit a class is carried as it is.
+Knows lines whose envelope was checked, not files. Values are checked and never coerced; what does not fit a class is carried
+as it is. Readers of plain dictionaries do without this module: making its classes takes longer than reading a small log.
 """
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any
 
 import attrs
 import cattrs
-import orjson
 
-from rl_session.audit.events import ENVELOPE, EVENTS, Event, UnknownEvent
+from rl_session.audit.envelope import ENVELOPE
+from rl_session.audit.events import EVENTS, Event, UnknownEvent
 
-__all__ = ["Record", "is_record", "loads_or_none", "to_record"]
-
-_REQUIRED = {
-    "schema": int,
-    "run_id": str,
-    "source": str,
-    "seq": int,
-    "time_ns": int,
-    "mono_ns": int,
-    "event": str,
-}
-_OPTIONAL = {"policy": str, "scope_id": int, "transition_id": int, "step": int}
-_envelope_of = itemgetter(*ENVELOPE)
-# Types of envelopes that were found whole. There are 16: each of the last four may be null.
-_WHOLE: set[tuple[type, ...]] = set()
+__all__ = ["Record", "to_record"]
 
 
 @attrs.frozen(kw_only=True)
@@ -69,34 +55,6 @@ class Record:
         """Return the record as it lies on the line: the envelope, the event's fields and the rest, flat."""
         envelope = {key: getattr(self, "name" if key == "event" else key) for key in ENVELOPE}
         return {**envelope, **self.event.to_fields(), **self.extra}
-
-
-def loads_or_none(line: bytes) -> dict[str, Any] | None:
-    """Return what lies on a line, or None where that is no record."""
-    try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    return fields if is_record(fields) else None
-
-
-def is_record(fields: Any) -> bool:
-    """Whether a line holds a whole envelope; adds the keys that may be missing."""
-    try:
-        if tuple(map(type, _envelope_of(fields))) in _WHOLE:
-            return True
-    except (KeyError, TypeError):  # a key is missing, or it is no dictionary
-        if type(fields) is not dict:
-            return False
-    for key in _OPTIONAL:
-        fields.setdefault(key, None)
-    # Types are compared exactly: a bool is an int to isinstance.
-    is_whole = all(type(fields.get(key)) is kind for key, kind in _REQUIRED.items()) and all(
-        fields[key] is None or type(fields[key]) is kind for key, kind in _OPTIONAL.items()
-    )
-    if is_whole:
-        _WHOLE.add(tuple(map(type, _envelope_of(fields))))
-    return is_whole
 
 
 def to_record(fields: dict[str, Any]) -> Record:

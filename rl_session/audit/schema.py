@@ -16,7 +16,8 @@ import attrs
 import orjson
 
 from rl_session.audit import events
-from rl_session.audit.events import EVENTS, SCHEMA, Change, Event
+from rl_session.audit.envelope import ENVELOPE, SCHEMA
+from rl_session.audit.events import EVENTS, Change, Event
 
 __all__ = ["field_kinds", "schema"]
 
@@ -55,7 +56,7 @@ def schema() -> dict[str, Any]:
         "title": "A line of an rl-session audit log",
         "type": "object",
         "properties": _ENVELOPE,
-        "required": list(events.ENVELOPE),
+        "required": list(ENVELOPE),
         "oneOf": [{"$ref": f"#/$defs/{name}"} for name in EVENTS],
         "$defs": {**{name: _definition(cls) for name, cls in EVENTS.items()}, "change": _change()},
     }

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import attrs
 
-from rl_session.audit.events import ENVELOPE
+from rl_session.audit.envelope import ENVELOPE
 from rl_session.audit.replay import LogSource, as_reader
 
 __all__ = ["Kind", "Span", "spans"]

@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
+import click
 
 from rl_session.cli.audit import app as _audit
 from rl_session.cli.doctor import doctor as _doctor
-from rl_session.cli.lint import EPILOG as _LINT_EPILOG
 from rl_session.cli.lint import lint as _lint
-from rl_session.cli.migrate import EPILOG as _MIGRATE_EPILOG
 from rl_session.cli.migrate import migrate as _migrate
+from rl_session.cli.parsing import Group as _Group
 
 __all__ = ["main"]
 
-_app = typer.Typer(
-    name="rl-session",
-    help="Scoped GPU residency for RL post-training.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-_app.add_typer(_audit, name="audit")
-_app.command("doctor")(_doctor)
-_app.command("lint", epilog=_LINT_EPILOG)(_lint)
-_app.command("migrate", epilog=_MIGRATE_EPILOG)(_migrate)
 
-
-def _print_version(value: bool) -> None:
-    if value:
-        from importlib.metadata import version  # takes as long as everything else here
-
-        typer.echo(f"rl-session {version('rl-session')}")
-        raise typer.Exit
-
-
-@_app.callback()
-def _root(
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+@click.group("rl-session", cls=_Group)
+@click.version_option(package_name="rl-session", message="%(package)s %(version)s", help="Print the version.")
+def _app() -> None:
     """Scoped GPU residency for RL post-training."""
+
+
+for _command in (_audit, _doctor, _lint, _migrate):
+    _app.add_command(_command)
 
 
 def main() -> None:
@@ -53,4 +31,4 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    _app()
+    _app(prog_name="rl-session")

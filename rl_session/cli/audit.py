@@ -7,23 +7,25 @@ Modules that a command needs are imported when it runs, so that help costs nothi
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
+import click
+
+from rl_session.cli.parsing import Group, argument, json_option
+from rl_session.cli.refusing import USAGE_STATUS, clean, fail, report
 
 if TYPE_CHECKING:
     from rl_session.audit.reader import AuditReader
-    from rl_session.audit.show import Filters
 
-app = typer.Typer(
-    help="What a run did, read from its audit log: where the time went, what moved, who held the memory.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+
+@click.group("audit", cls=Group)
+def app() -> None:
+    """What a run did, read from its audit log: where the time went, what moved, who held the memory."""
 
 
 def _examples(*commands: str) -> str:
@@ -31,16 +33,10 @@ def _examples(*commands: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  rl-session audit {command}" for command in commands)
 
 
-_Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="The log: the file given as audit_path. - reads standard input.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_Output = Annotated[
-    str | None,
-    typer.Option(
-        "-o", "--output", metavar="FILE", help="Where to write; - is standard output. Default: beside the log."
-    ),
-]
+_run = argument("run", "The log: the file given as audit_path. - reads standard input.", metavar="RUN")
+_output = click.option(
+    "-o", "--output", metavar="FILE", help="Where to write; - is standard output. Default: beside the log."
+)
 
 
 @app.command(
@@ -52,32 +48,35 @@ _Output = Annotated[
         "show run.jsonl --json --step 7 | jq .bytes_moved",
     )
 )
-def show(
-    run: _Run,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", metavar="NAME", help="Only this policy; * matches. May be given again."),
-    ] = None,
-    rank: Annotated[int | None, typer.Option(metavar="K", help="Only what this rank wrote.", min=0)] = None,
-    step: Annotated[str | None, typer.Option("--step", "-s", metavar="N|N-M", help="Only these steps.")] = None,
-    event: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--event", "-e", metavar="NAME", help="Only these events, such as 'transition.*'. May be given again."
-        ),
-    ] = None,
-    since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From here: seconds since the start, or a date and time.")
-    ] = None,
-    until: Annotated[str | None, typer.Option(metavar="TIME", help="Up to here, likewise.")] = None,
-    moves: Annotated[bool, typer.Option("--moves", "-m", help="Show each component that moved.")] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more, until the session closes or Ctrl-C.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
-) -> None:
+@_run
+@click.option(
+    "--policy",
+    "-p",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="Only this policy; * matches. May be given again.",
+)
+@click.option("--rank", type=click.IntRange(min=0), metavar="K", help="Only what this rank wrote.")
+@click.option("--step", "-s", metavar="N|N-M", help="Only these steps.")
+@click.option(
+    "--event",
+    "-e",
+    "events",
+    multiple=True,
+    metavar="NAME",
+    help="Only these events, such as 'transition.*'. May be given again.",
+)
+@click.option("--since", metavar="TIME", help="From here: seconds since the start, or a date and time.")
+@click.option("--until", metavar="TIME", help="Up to here, likewise.")
+@click.option("--moves", "-m", is_flag=True, help="Show each component that moved.")
+@click.option("--follow", "-f", is_flag=True, help="Wait for more, until the session closes or Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print the records, one JSON object a line.")
+def show(*, run: str, moves: bool, follow: bool, as_json: bool, **wanted: Any) -> None:
     """Show scopes, transitions and calls as a tree, step by step."""
-    filters = _filters(policy, rank, step, event, since, until)
+    from rl_session.cli.filters import read_filters
+
+    filters = read_filters(run, **wanted)
     with _reading(run, follow=follow) as reader:
         records = _until_closed(reader) if follow else reader.dicts()
         if as_json:
@@ -90,7 +89,7 @@ def show(
 
         draw = follow_tree if follow else print_tree
         if not draw(records, filters, moves=moves):
-            typer.echo("nothing matches" if not filters.is_empty else "no records", err=True)
+            click.echo("nothing matches" if not filters.is_empty else "no records", err=True)
 
 
 @app.command(
@@ -100,13 +99,10 @@ def show(
         "summary run.jsonl --json | jq '.memory.actor'",
     )
 )
-def summary(
-    run: _Run,
-    step: Annotated[
-        int | None, typer.Option("--step", "-s", metavar="N", help="Only this step: where did its time go?")
-    ] = None,
-    as_json: _Json = False,
-) -> None:
+@_run
+@click.option("--step", "-s", type=int, metavar="N", help="Only this step: where did its time go?")
+@json_option
+def summary(*, run: str, step: int | None, as_json: bool) -> None:
     """Sum up a run, or one step of it.
 
     Time and bytes per policy and mode, the slowest transitions, trouble, and who holds the memory at the end.
@@ -116,9 +112,7 @@ def summary(
     with _reading(run) as reader:
         result = summarize(reader.dicts(), step=step)
         if step is not None and not result.num_records:
-            _fail(
-                f"summing up step {step} of {run!r}", "the log has no record of that step", "a step that is in the log"
-            )
+            _refuse_step(reader, run, step)
         if as_json:
             _write_json({**result.to_json(), "torn": reader.torn, "skipped": reader.skipped})
             return
@@ -127,19 +121,11 @@ def summary(
         print_summary(result)
 
 
-@app.command(
-    epilog=_examples(
-        "check run.jsonl",
-        "check run.jsonl --complete --json",
-    )
-)
-def check(
-    run: _Run,
-    complete: Annotated[
-        bool, typer.Option("--complete", help="Also fail where something began and did not end, as after a crash.")
-    ] = False,
-    as_json: _Json = False,
-) -> None:
+@app.command(epilog=_examples("check run.jsonl", "check run.jsonl --complete --json"))
+@_run
+@click.option("--complete", is_flag=True, help="Also fail where something began and did not end, as after a crash.")
+@json_option
+def check(*, run: str, complete: bool, as_json: bool) -> None:
     """Check that a log is whole and makes sense.
 
     Exit status: 0 nothing wrong, 1 something is, 2 not an audit log.
@@ -157,36 +143,39 @@ def check(
 
             print_check(result)
     if result.findings or (complete and result.unfinished):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 @app.command(
     epilog=_examples(
         "diff before.jsonl after.jsonl",
         "diff before.jsonl after.jsonl --bytes --json",
-        "diff legacy.jsonl scoped.jsonl --migrated",
+        "diff legacy.jsonl scoped.jsonl               # does the loop in scopes do what the legacy loop did?",
+        "diff legacy1.jsonl legacy2.jsonl --exact     # two legacy runs, record by record",
     )
 )
-def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="The log of one run. - reads standard input.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The log of another.")],
-    with_bytes: Annotated[bool, typer.Option("--bytes", help="Also fail where other numbers of bytes moved.")] = False,
-    migrated: Annotated[
-        bool, typer.Option("--migrated", help="A is a legacy loop, B the same loop in scopes: moves may differ.")
-    ] = False,
-    as_json: _Json = False,
-) -> None:
+@argument("a", "The log of one run. - reads standard input.", metavar="A")
+@argument("b", "The log of another.", metavar="B")
+@click.option("--bytes", "with_bytes", is_flag=True, help="Also fail where other numbers of bytes moved.")
+@click.option(
+    "--migrated/--exact",
+    default=None,
+    help="A is a legacy loop, B the same loop in scopes: moves may differ. Assumed where A was run on the legacy API.",
+)
+@json_option
+def diff(*, a: str, b: str, with_bytes: bool, migrated: bool | None, as_json: bool) -> None:
     """Compare two runs, and show where they part.
 
     Counts, transitions, bytes and seconds, and the first record that differs. Time is shown and never counts as a
-    difference: it is the machine's. With --migrated only what was computed counts (calls, modes, weights, results), and what
-    was on the device at a wake and at most.
+    difference: it is the machine's. Where A was run on the legacy API (or with --migrated) only what was computed counts (calls,
+    modes, weights, results), and what was on the device at a wake and at most; --exact compares the records all the same.
 
-    Exit status: 0 both did the same in the same order, 1 they did not, 2 one is not an audit log.
+    Exit status: 0 both did the same in the same order, 1 they did not (or it is not proved: results need verify="checksum" in
+    both runs), 2 one is not an audit log.
     """
     from rl_session.audit.diff import diff as compare
 
-    if migrated:
+    if migrated or (migrated is None and "-" not in (a, b) and _is_by_hand(a)):
         _prove(a, b, as_json=as_json)
         return
     with _reading(a) as first, _reading(b) as second:
@@ -198,7 +187,18 @@ def diff(
 
             print_diff(result, a, b)
     if not result.is_same_shape or (with_bytes and result.bytes_differ):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
+
+
+def _is_by_hand(run: str) -> bool:
+    """Whether a run moved its models through the legacy API, and opened no scope."""
+    with _reading(run) as reader:
+        said = {
+            record.get("via")
+            for record in reader.dicts()
+            if record["event"].startswith(("transition.", "scope.", "call."))
+        }
+    return "shim" in said and "scope" not in said
 
 
 def _prove(legacy: str, scoped: str, *, as_json: bool) -> None:
@@ -209,9 +209,9 @@ def _prove(legacy: str, scoped: str, *, as_json: bool) -> None:
     if as_json:
         _write_json(report.to_json())
     else:
-        typer.echo(str(report))
+        click.echo(str(report))
     if not report.equal:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 @app.command(
@@ -220,7 +220,10 @@ def _prove(legacy: str, scoped: str, *, as_json: bool) -> None:
         "timeline run.jsonl -o /tmp/run.html",
     )
 )
-def timeline(run: _Run, output: _Output = None, as_json: _Json = False) -> None:
+@_run
+@_output
+@json_option
+def timeline(*, run: str, output: str | None, as_json: bool) -> None:
     """Draw a run as one HTML page.
 
     Scopes, moves and calls in lanes, the memory below them. The page needs no network and can be mailed. --json
@@ -245,7 +248,9 @@ def timeline(run: _Run, output: _Output = None, as_json: _Json = False) -> None:
         "trace run.jsonl -o - | gzip > run.trace.json.gz",
     )
 )
-def trace(run: _Run, output: _Output = None) -> None:
+@_run
+@_output
+def trace(*, run: str, output: str | None) -> None:
     """Write a run as a Chrome trace.
 
     For https://ui.perfetto.dev: processes are policies, arrows lead from transitions to the moves on each rank.
@@ -256,11 +261,7 @@ def trace(run: _Run, output: _Output = None) -> None:
         _save(trace_chunks(reader.dicts()), run, output, ".trace.json")
 
 
-@app.command(
-    epilog=_examples(
-        "schema > audit-schema.json",
-    )
-)
+@app.command(epilog=_examples("schema > audit-schema.json"))
 def schema() -> None:
     """Print the JSON Schema of a line of the log."""
     import orjson
@@ -284,17 +285,16 @@ def _reading(run: str, *, follow: bool = False) -> Iterator[AuditReader]:
         yield reader
         sys.stdout.flush()
         for loss in _losses(reader):
-            typer.echo(_clean(f"warning: {run}: {loss}"), err=True)
+            click.echo(clean(f"warning: {run}: {loss}"), err=True)
     except RLSessionError as error:
-        name = next(cls.__name__ for cls in type(error).__mro__ if not cls.__name__.startswith("_"))
-        typer.echo(_clean(f"{name}: {error}"), err=True)
-        raise typer.Exit(2) from error
+        report(error)
+        raise click.exceptions.Exit(USAGE_STATUS) from error
     except BrokenPipeError:
         # What reads us, such as head, has seen enough. Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
+        raise click.exceptions.Exit(0) from None
     except KeyboardInterrupt:
-        raise typer.Exit(0 if follow else 130) from None
+        raise click.exceptions.Exit(0 if follow else 130) from None
 
 
 def _losses(reader: AuditReader) -> list[str]:
@@ -316,39 +316,14 @@ def _until_closed(reader: AuditReader) -> Iterator[dict[str, Any]]:
             reader.stop()
 
 
-def _filters(
-    policies: list[str] | None,
-    rank: int | None,
-    step: str | None,
-    events: list[str] | None,
-    since: str | None,
-    until: str | None,
-) -> Filters:
-    from rl_session.audit.show import Filters, parse_steps, parse_time
-
-    try:
-        return Filters(
-            policies=tuple(policies or ()),
-            rank=rank,
-            steps=None if step is None else parse_steps(step),
-            events=tuple(events or ()),
-            since=None if since is None else parse_time(since),
-            until=None if until is None else parse_time(until),
-        )
-    except ValueError as error:
-        _fail("reading the filters", str(error), "--step 7, --step 3-9, --since 12.5, --until '2026-11-30 18:54:20'")
-
-
-def _fail(attempted: str, fact: str, remedy: str) -> NoReturn:
-    """Refuse in the three parts that the library's errors have."""
-    typer.echo(_clean(f"AuditError: {attempted}\n  {fact}\n  write: {remedy}"), err=True)
-    raise typer.Exit(2)
-
-
-def _clean(text: str) -> str:
-    from rl_session.cli.text import printable
-
-    return "\n".join(printable(line) for line in text.split("\n"))
+def _refuse_step(reader: AuditReader, run: str, step: int) -> NoReturn:
+    fact, remedy = "the log has no record of that step", f"rl-session audit summary {shlex.quote(run)}"
+    # What came through a pipe has gone.
+    steps = {record["step"] for record in reader.dicts()} - {None} if run != "-" else set()
+    if steps:
+        fact += f"; its steps are {min(steps)} to {max(steps)}"
+        remedy += f" --step {min(steps, key=lambda each: abs(each - step))}"
+    fail(f"summing up step {step} of {run!r}", fact, remedy)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------
@@ -389,10 +364,8 @@ def _save(data: bytes | Iterator[bytes], run: str, output: str | None, suffix: s
         part.replace(output)
     except OSError as error:
         part.unlink(missing_ok=True)
-        _fail(
-            f"writing {output!r}", f"{error.strerror or error}", "-o with a path in a directory that you may write to"
-        )
+        fail(f"writing {output!r}", f"{error.strerror or error}", "-o with a path in a directory that you may write to")
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    typer.echo(f"{_clean(output)}  {Path(output).stat().st_size:,} bytes", err=True)
+    click.echo(f"{clean(output)}  {Path(output).stat().st_size:,} bytes", err=True)

@@ -5,11 +5,11 @@ Prints findings; what is found and judged is ``rl_session.doctor``, which loads 
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from rl_session.cli.parsing import Command, json_option
 from rl_session.cli.text import Printer, count_text, printable
 
 if TYPE_CHECKING:
@@ -22,12 +22,15 @@ __all__ = ["doctor"]
 _STYLES = {"ok": "good", "note": "dim", "warning": "warn", "failure": "bad"}
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Time copies to and from the device: a few seconds.")
-    ] = True,
-) -> None:
+@click.command(cls=Command)
+@json_option
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="Time copies to and from the device: a few seconds.",
+)
+def doctor(*, as_json: bool, measure: bool) -> None:
     """Check Python, torch, CUDA, memory, limits, bandwidth, NUMA and Ray.
 
     The exit status is 1 if something cannot work, else 0; warnings name what falls back to something slower.
@@ -37,11 +40,13 @@ def doctor(
     findings = examine(measure=measure)
     failed = any(finding.level == "failure" for finding in findings)
     if as_json:
+        import json
+
         rows = [{"topic": f.topic, "level": f.level.value, "found": f.found, "advice": f.advice} for f in findings]
-        typer.echo(json.dumps({"ok": not failed, "findings": rows}, indent=2))
+        click.echo(json.dumps({"ok": not failed, "findings": rows}, indent=2))
     else:
         _draw(findings)
-    raise typer.Exit(1 if failed else 0)
+    raise click.exceptions.Exit(1 if failed else 0)
 
 
 def _draw(findings: Sequence[Finding]) -> None:

@@ -10,21 +10,22 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
+import click
+
+from rl_session.cli.parsing import Command, argument
 
 if TYPE_CHECKING:
     from rl_session_migrate.lint import Finding, Report
 
-__all__ = ["EPILOG", "lint"]
+__all__ = ["lint"]
 
 _MANY = 20
 """Files from which a progress bar is worth drawing."""
 
-EPILOG = (
+_EPILOG = (
     "\b\nExamples:\n"
     "  rl-session lint train.py\n"
     "  rl-session lint loops/ --ignore RLM005\n"
@@ -34,23 +35,32 @@ EPILOG = (
 )
 
 
-class Format(StrEnum):
-    """How findings are printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    GITHUB = "github"
+_Format = Literal["text", "json", "github"]
 
 
+@click.command(cls=Command, epilog=_EPILOG)
+@argument("paths", "Files and folders.", nargs=-1, type=Path)
+@click.option(
+    "--format",
+    "-f",
+    "output",
+    type=click.Choice(["text", "json", "github"]),
+    default="text",
+    show_default=True,
+    help="How to print the findings.",
+)
+@click.option("--select", multiple=True, metavar="CODES", help="Only these codes; RLM1 means all of RLM1...")
+@click.option("--ignore", multiple=True, metavar="CODES", help="Not these codes.")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), metavar="N", help="Processes; one a core by default.")
+@click.option("--explain", metavar="CODE", help="Explain a code and exit.")
 def lint(
-    paths: Annotated[list[Path] | None, typer.Argument(metavar="PATHS", help="Files and folders.")] = None,
-    output: Annotated[Format, typer.Option("--format", "-f", help="How to print the findings.")] = Format.TEXT,
-    select: Annotated[
-        list[str] | None, typer.Option(metavar="CODES", help="Only these codes; RLM1 means all of RLM1...")
-    ] = None,
-    ignore: Annotated[list[str] | None, typer.Option(metavar="CODES", help="Not these codes.")] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; one a core by default.")] = None,
-    explain: Annotated[str | None, typer.Option(metavar="CODE", help="Explain a code and exit.")] = None,
+    *,
+    paths: tuple[Path, ...],
+    output: _Format,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    jobs: int | None,
+    explain: str | None,
 ) -> None:
     """Find mistakes in training loops without running them.
 
@@ -60,15 +70,19 @@ def lint(
     from rl_session.errors import RLSessionError
 
     try:
-        status = _explain(explain) if explain is not None else _run(paths or [], output, select, ignore, jobs)
+        status = _explain(explain) if explain is not None else _run(paths, output, select, ignore, jobs)
     except RLSessionError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    raise typer.Exit(status)
+        click.echo(str(error), err=True)
+        raise click.exceptions.Exit(2) from None
+    raise click.exceptions.Exit(status)
 
 
 def _run(
-    paths: list[Path], output: Format, select: list[str] | None, ignore: list[str] | None, jobs: int | None
+    paths: tuple[Path, ...],
+    output: _Format,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    jobs: int | None,
 ) -> int:
     from rl_session.errors import ConfigError
     from rl_session_migrate.lint import lint_files, load_config
@@ -94,31 +108,31 @@ def _explain(code: str) -> int:
     if found is None:
         raise ConfigError(f"--explain {code}", ("there is no such code",), f"one of {', '.join(CODES)}")
     indented = ["\n".join(f"    {line}" for line in text.splitlines()) for text in (found.wrong, found.right)]
-    typer.echo(
+    click.echo(
         f"{found.code} {found.name} ({found.severity})\n\n{found.why}\n\nWrong:\n\n{indented[0]}\n\nRight:\n\n{indented[1]}"
     )
     if found.more:
-        typer.echo(f"\n{found.more}")
+        click.echo(f"\n{found.more}")
     return 0
 
 
 # -- showing -----------------------------------------------------------------------------------------------------
 
 
-def _print(report: Report, output: Format) -> None:
+def _print(report: Report, output: _Format) -> None:
     match output:
-        case Format.JSON:
+        case "json":
             import orjson
 
             document = {"num_files": report.num_files, "findings": [finding.as_json() for finding in report.findings]}
             sys.stdout.write(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
-        case Format.GITHUB:
+        case "github":
             for finding in report.findings:
-                typer.echo(finding.as_github())
-        case Format.TEXT:
+                click.echo(finding.as_github())
+        case "text":
             for finding in report.findings:
-                typer.echo(_text(finding))
-            typer.echo(_summary(report), err=True)
+                click.echo(_text(finding))
+            click.echo(_summary(report), err=True)
 
 
 def _text(finding: Finding) -> str:

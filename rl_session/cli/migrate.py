@@ -6,16 +6,17 @@ Parses arguments, shows progress and results, writes files, and turns errors int
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
+
+from rl_session.cli.parsing import Command, argument
 
 if TYPE_CHECKING:
     from rl_session_migrate.codemod.batch import FileResult
@@ -26,7 +27,7 @@ __all__ = ["migrate"]
 MANY = 20
 """Files from which a progress bar is worth drawing."""
 
-EPILOG = (
+_EPILOG = (
     "\b\nExamples:\n"
     "  rl-session migrate loops/                     # what would happen\n"
     "  rl-session migrate loops/ --diff              # and how\n"
@@ -36,40 +37,44 @@ EPILOG = (
 )
 
 
+@click.command(cls=Command, epilog=_EPILOG)
+@argument("paths", "Files and folders.", nargs=-1, required=True, type=Path)
+@click.option("--write", "-w", is_flag=True, help="Write the files; without it nothing is changed.")
+@click.option("--diff", "-d", is_flag=True, help="Print the changes as a unified diff.")
+@click.option("--report", type=Path, metavar="FILE", help="Write every site, with what became of it, as JSON.")
+@click.option("--check", is_flag=True, help="Exit with 1 if a file would change or a site stays.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out files and folders. May be given again.")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), metavar="N", help="Processes; one a core by default.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no summary and no progress.")
 def migrate(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATHS", help="Files and folders.")],
-    write: Annotated[
-        bool, typer.Option("--write", "-w", help="Write the files; without it nothing is changed.")
-    ] = False,
-    diff: Annotated[bool, typer.Option("--diff", "-d", help="Print the changes as a unified diff.")] = False,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every site, with what became of it, as JSON.")
-    ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a file would change or a site stays.")] = False,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Leave out files and folders. May be given again.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; one a core by default.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary and no progress.")] = False,
+    *,
+    paths: tuple[Path, ...],
+    write: bool,
+    diff: bool,
+    report: Path | None,
+    check: bool,
+    exclude: tuple[str, ...],
+    jobs: int | None,
+    quiet: bool,
 ) -> None:
     """Rewrite loops that move models by hand into loops with scopes."""
     from rl_session.errors import RLSessionError
 
     try:
-        status = _run(paths, write, diff, report, check, exclude or [], jobs, quiet)
+        status = _run(paths, write, diff, report, check, exclude, jobs, quiet)
     except RLSessionError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    raise typer.Exit(status)
+        click.echo(str(error), err=True)
+        raise click.exceptions.Exit(2) from None
+    raise click.exceptions.Exit(status)
 
 
 def _run(
-    paths: list[Path],
+    paths: tuple[Path, ...],
     write: bool,
     diff: bool,
     report: Path | None,
     check: bool,
-    exclude: list[str],
+    exclude: tuple[str, ...],
     jobs: int | None,
     quiet: bool,
 ) -> int:
@@ -88,7 +93,7 @@ def _run(
     failures = [(result.path, result.error) for result in results if result.status is FileStatus.FAILED]
     if diff:
         for result in changed:
-            typer.echo(_diff(result), nl=False)
+            click.echo(_diff(result), nl=False)
     if write:
         failures += [failure for result in changed if (failure := _write(result)) is not None]
     if report is not None:
@@ -97,7 +102,7 @@ def _run(
     if not quiet:
         _summary(results, counted, seconds, written=write)
     for path, why in failures:
-        typer.echo(f"{path}: {why}", err=True)
+        click.echo(f"{path}: {why}", err=True)
     is_open = bool(changed) or counted.trainers.left + counted.engines.left > 0
     return 1 if failures or (check and is_open) else 0
 
@@ -114,6 +119,8 @@ def _write(result: FileResult) -> tuple[Path, str] | None:
 
 
 def _diff(result: FileResult) -> str:
+    import difflib
+
     assert result.result is not None
     before, after = (
         data.decode("utf-8", errors="replace").splitlines(keepends=True)
@@ -152,25 +159,27 @@ def _summary(results: Sequence[FileResult], counted: Totals, seconds: float, *, 
     rewritten, failed = counted.files["rewritten"], counted.files["failed"]
     verb = "rewritten" if written else "to rewrite (nothing written; --write does)"
     speed = f"{counted.num_lines / seconds:,.0f} lines/s" if seconds > 0 else ""
-    typer.echo(
+    click.echo(
         f"{len(results)} files, {counted.num_lines:,} lines in {seconds:.1f} s ({speed}): {rewritten} {verb}, {failed} failed"
     )
-    typer.echo(_line("policy and value sites", counted.trainers))
-    typer.echo(_line("engine sites", counted.engines))
+    click.echo(_line("policy and value sites", counted.trainers))
+    click.echo(_line("engine sites", counted.engines))
+    if counted.unknown.found:
+        click.echo(f"sites of nobody who is known: {counted.unknown.found} found, left as they are")
     for result in results:
         for outcome in result.result.outcomes if result.result is not None else ():
             if outcome.status == "left":
                 target = f"{outcome.receiver}.{outcome.method}" if outcome.receiver else outcome.method
-                typer.echo(f"  {result.path}:{outcome.line}:{outcome.column}: {target} stays: {outcome.why}")
+                click.echo(f"  {result.path}:{outcome.line}:{outcome.column}: {target} stays: {outcome.why}")
     if counted.reasons:
-        typer.echo("why sites stay:")
+        click.echo("why sites stay:")
         for why, number in counted.reasons.most_common():
-            typer.echo(f"  {number:4d}  {why}")
+            click.echo(f"  {number:4d}  {why}")
     assumed = [(result.path, text) for result in results if result.result is not None for text in result.result.assumed]
     if assumed:
-        typer.echo("taken for granted:")
+        click.echo("taken for granted:")
         for path, text in assumed:
-            typer.echo(f"  {path}: {text}")
+            click.echo(f"  {path}: {text}")
 
 
 def _line(name: str, count: Count) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -17,11 +18,21 @@ _SKIPPED = frozenset({"rl_session", "rl_session_migrate", "asyncio", "contextlib
 """Top-level packages whose frames are nobody's call site."""
 
 
+@functools.cache
+def _is_skipped(module: str) -> bool:
+    return module.partition(".")[0] in _SKIPPED
+
+
+@functools.cache
+def _name_of(path: str) -> str:
+    return path.rpartition(os.sep)[2]  # a Path would cost more than the rest
+
+
 def call_frame() -> FrameType | None:
     """The innermost frame of the user's own code; None in a thread that has none (``asyncio.to_thread(policy.method)``)."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (inspect.stack() reads source files; this is on every scope's way)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _SKIPPED:
+        if not _is_skipped(frame.f_globals.get("__name__", "")):
             return frame
         frame = frame.f_back
     return None
@@ -32,7 +43,7 @@ def call_site() -> str:
     frame = call_frame()
     if frame is None:
         return "?"
-    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"  # a Path would cost more than the rest
+    return f"{_name_of(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @attrs.frozen

@@ -15,6 +15,8 @@ __all__ = ["DeferredInterrupt"]
 
 
 _MAIN = threading.main_thread().ident
+_SIGINT: int = _signal.SIGINT
+_get_ident, _handler, _set_handler = threading.get_ident, _signal.getsignal, _signal.signal
 
 
 class DeferredInterrupt:
@@ -41,13 +43,13 @@ class DeferredInterrupt:
 
     def __enter__(self) -> Self:
         self._previous: object = None
-        if DeferredInterrupt._outermost is None and threading.get_ident() == _MAIN:
-            previous = _signal.getsignal(_signal.SIGINT)
+        if DeferredInterrupt._outermost is None and _get_ident() == _MAIN:
+            previous = _handler(_SIGINT)
             if callable(previous):
                 self.fired = False
                 self._previous = previous
                 DeferredInterrupt._outermost = self
-                _signal.signal(_signal.SIGINT, self._remember)
+                _set_handler(_SIGINT, self._remember)
         return self
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
@@ -57,9 +59,9 @@ class DeferredInterrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         previous = self._previous
-        if not callable(previous):
+        if previous is None:
             return
         DeferredInterrupt._outermost = None
-        _signal.signal(_signal.SIGINT, previous)
-        if self.fired:
+        _set_handler(_SIGINT, previous)
+        if self.fired and callable(previous):
             previous(self._signum, self._frame)

@@ -43,6 +43,17 @@ class Token:
         return (self.task is not None and task is self.task) or (task is None and found is self)
 
 
+_num_forks = 0
+"""How often this process was forked off from one that had loaded this module; asking for its number is a system call."""
+
+
+def _count_fork() -> None:
+    global _num_forks  # noqa: PLW0603 (it belongs to the process)
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 _found: ContextVar[MappingProxyType[int, Token]] = ContextVar("rl_session_tokens", default=MappingProxyType({}))
 
 
@@ -66,6 +77,7 @@ class Ownership:
         self._changed = threading.Condition()
         self._token: Token | None = None
         self._pid = os.getpid()
+        self._num_forks = _num_forks
 
     @property
     def token(self) -> Token | None:
@@ -78,7 +90,7 @@ class Ownership:
         Raises:
             OwnershipError: This is another process than the one that made the policy.
         """
-        if os.getpid() != self._pid:
+        if self._num_forks != _num_forks:
             raise OwnershipError(
                 f"{self._label}: {attempted} in process {os.getpid()}",
                 (f"the policy belongs to process {self._pid}",),
@@ -97,6 +109,17 @@ class Ownership:
             OwnershipError: Another thread, task or process holds it.
         """
         self.check_process(attempted)
+        token = self._token
+        if (
+            token is None or token.task is not None or token.thread != threading.get_ident()
+        ):  # else only we could end it
+            token = self._wait_for(attempted, call_site, timeout)
+        tokens = _found.get()
+        if tokens.get(id(self)) is not token:
+            _found.set(MappingProxyType({**tokens, id(self): token}))
+        return token
+
+    def _wait_for(self, attempted: str, call_site: str, timeout: float | None) -> Token:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while self._token is not None and not self._token.is_mine(_found.get().get(id(self))):
@@ -106,10 +129,7 @@ class Ownership:
             if self._token is None:
                 thread = threading.current_thread()
                 self._token = Token(threading.get_ident(), thread.name, current_task(), call_site)
-            token = self._token
-        if _found.get().get(id(self)) is not token:
-            _found.set(MappingProxyType({**_found.get(), id(self): token}))
-        return token
+            return self._token
 
     def check(self, attempted: str) -> None:
         """Refuse what only the owner may do; with no owner anybody may.

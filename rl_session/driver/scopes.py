@@ -34,7 +34,8 @@ class Scopes(Transitions):
             FaultedError: A failure could not be undone; the message names the cause and the cure.
             ScopeError: A transition is running, and something it calls (a cache hook) asks for more.
         """
-        self._refuse_closed(attempted)
+        if self.closed:
+            self._refuse_closed(attempted)
         if self.fault is not None:
             raise FaultedError(
                 f"{self.label}: {attempted} on a faulted policy",
@@ -77,8 +78,9 @@ class Scopes(Transitions):
         Raises:
             OwnershipError: Another thread, task or process is.
         """
-        self.ownership.check_process(spelling)
-        self.close_orphans()  # their owner may be gone with them
+        if self.has_orphans:
+            self.ownership.check_process(spelling)
+            self.close_orphans()  # their owner may be gone with them
         token = self.ownership.acquire(spelling, call_site, timeout)
         if self.lease is not None and not self.lease.is_held:
             try:
@@ -126,16 +128,17 @@ class Scopes(Transitions):
             self.last_used = self.run.arbiter.tick()
             frame = self._open_frame(holder, mode, row, spelling, call_site)
             self.frames.append(frame)
-            self._record(
-                events.ScopeEntered(
-                    mode=mode._value_,  # `.value` is a property, at ten times the cost
-                    outer_mode=frame.outer_mode._value_,
-                    depth=len(self.frames) - 1,
-                    via=via,
-                    call_site=call_site,
-                ),
-                scope_id=frame.scope_id,
-            )
+            if not self.run.log.is_silent:
+                self._record(
+                    events.ScopeEntered(
+                        mode=mode._value_,  # `.value` is a property, at ten times the cost
+                        outer_mode=frame.outer_mode._value_,
+                        depth=len(self.frames) - 1,
+                        via=via,
+                        call_site=call_site,
+                    ),
+                    scope_id=frame.scope_id,
+                )
             if engine and frame.moved:  # in the mode in effect the engine is awake already
                 frame.engine = engine
                 self._record(events.EngineWoken(engine=engine, tags=["weights"]), scope_id=frame.scope_id)
@@ -173,7 +176,8 @@ class Scopes(Transitions):
 
     def _open_frame(self, holder: Any, mode: Mode, row: Mode, spelling: str, call_site: str) -> Frame:
         outer_mode = self.mode
-        self._retry_release(spelling)
+        if self._pending_release:
+            self._retry_release(spelling)
         scope_id = self.run.next_scope_id()
         placement = self.frames[-1].placement if self.frames else self.resting
         moves = mode is not self.mode or row is not self.row or (self.resting_cells is not None and not self.frames)
@@ -193,18 +197,19 @@ class Scopes(Transitions):
             RLSessionError: The way out failed and was rolled back; the scope is closed, the release stays pending.
         """
         with self.lock:
-            if frame not in self.frames:
+            frames = self.frames
+            if frames and frame is frames[-1]:  # as `with` blocks end; the rest is for those who call __exit__ by hand
+                try:
+                    self._close_frame(frame, None if error is None else error_text(error))
+                finally:
+                    if not frames:
+                        self._release()
+                return
+            if frame not in frames:
                 message = f"{frame.describe()} was closed before: with a scope around it, or with the policy"
                 self._record(
                     events.WarningIssued(code="scope_already_closed", message=message), scope_id=frame.scope_id
                 )
-                return
-            if frame is self.frames[-1]:  # as `with` blocks end; the rest is for those who call __exit__ by hand
-                try:
-                    self._close_frame(frame, error_text(error))
-                finally:
-                    if not self.frames:
-                        self._release()
                 return
             inner = self.frames[self.frames.index(frame) + 1 :]
             failures = [self._try_close(left_open, "left open") for left_open in reversed(inner)]
@@ -235,7 +240,10 @@ class Scopes(Transitions):
 
     def _close_frame(self, frame: Frame, error: str | None) -> None:
         """Take a frame off the stack and go to the mode outside it; the frame is gone whatever happens."""
-        self.frames.remove(frame)
+        if frame is self.frames[-1]:
+            self.frames.pop()
+        else:
+            self.frames.remove(frame)
         if frame.engine:
             self._record(events.EngineSlept(engine=frame.engine), scope_id=frame.scope_id)
         if frame.undo is not None:
@@ -257,15 +265,16 @@ class Scopes(Transitions):
             failure = raised
             raise
         finally:
-            self._record(
-                events.ScopeExited(
-                    mode=frame.mode._value_,
-                    restored_mode=self.mode._value_,
-                    seconds=time.perf_counter() - frame.entered_at,
-                    error=error or error_text(failure),
-                ),
-                scope_id=frame.scope_id,
-            )
+            if not self.run.log.is_silent:
+                self._record(
+                    events.ScopeExited(
+                        mode=frame.mode._value_,
+                        restored_mode=self.mode._value_,
+                        seconds=time.perf_counter() - frame.entered_at,
+                        error=error or error_text(failure),
+                    ),
+                    scope_id=frame.scope_id,
+                )
 
     def _leave_row(self, frame: Frame) -> None:
         outer_mode, outer_row = self._outside()

@@ -242,8 +242,11 @@ class FakeEngine:
             block = self._blocks[tag]
             if tag == self.tags[0]:
                 self._host = block.clone() if level == 1 else None
-            self._memory.vacate(block)
-            del self._blocks[tag]
+            try:
+                self._memory.vacate(block)
+            finally:
+                if not block.untyped_storage().nbytes():  # also where the device fails after its bytes have gone
+                    del self._blocks[tag]
         if level >= 2 and self.tags[0] not in self._blocks:
             self._host = None
         return None if fault is None else _answer(fault)

@@ -39,8 +39,9 @@ __all__ = [
     "as_device",
 ]
 
-CopyPair = tuple[torch.UntypedStorage, Tensor]
-"""A device storage, and the host tensor (uint8, as long as the storage) that its bytes go to or come from."""
+CopyPair = tuple[torch.UntypedStorage | Tensor, Tensor]
+"""A device storage (or a uint8 tensor over all of it, which saves making one), and the host tensor, uint8 and as long, that
+its bytes go to or come from."""
 
 Operation = Literal["copy_out", "copy_in", "allocate", "free", "synchronize"]
 Point = Literal["before", "half", "after"]
@@ -203,7 +204,12 @@ class EmulatedDevice(Device):
         self.bytes_out = 0
         self.num_copies = 0
         self.peak = 0
-        self._resident: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._resident: dict[int, int] = {}
+        """Bytes of each storage on the device, by identity."""
+        self._known: dict[int, StorageWeakRef] = {}
+        """Every storage that it has had, weakly: what dies is not on the device any more."""
+        self._total = 0
+        """Sum of ``_resident``: what died since the last purge included."""
         self._faults: list[Fault] = []
         self._pending: list[Callable[[], None]] = []
         self._delays = False
@@ -299,7 +305,7 @@ class EmulatedDevice(Device):
             self.allocate([storage], [nbytes])
         except BaseException:  # it may have come after the bytes did, and whoever keeps the error keeps the block
             storage.resize_(0)
-            self._resident.pop(storage._cdata, None)
+            self._leave(storage._cdata)
             raise
         return block.set_(storage, 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
 
@@ -317,42 +323,57 @@ class EmulatedDevice(Device):
         return self._purge()
 
     def _purge(self) -> int:
-        expired = [key for key, (weak, _) in self._resident.items() if weak.expired()]
-        for key in expired:
-            del self._resident[key]
-        return sum(nbytes for _, nbytes in self._resident.values())
+        for key in [key for key, weak in self._known.items() if weak.expired()]:
+            del self._known[key]
+            self._total -= self._resident.pop(key, 0)
+        return self._total
+
+    def _enter(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = weak_storage(storage)
+        total = self._total = self._total + nbytes - self._resident.get(key, 0)
+        self._resident[key] = nbytes
+        if total > self.peak:  # noqa: PLR1730 (max() costs three times as much, for every storage)
+            self.peak = total
+
+    def _leave(self, key: int) -> None:
+        self._total -= self._resident.pop(key, 0)
 
     def adopt(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Label storages as resident. Adoption never fails: their bytes are there already."""
+        if storages:
+            self._purge()
         for storage in storages:
-            self._resident[storage._cdata] = (weak_storage(storage), storage.nbytes())
-        self.peak = max(self.peak, self._purge())
+            self._enter(storage, storage.nbytes())
 
-    def forget(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def forget(self, keys: Sequence[int]) -> None:
         """Take the label off storages that leave the library with their bytes."""
-        for storage in storages:
-            self._resident.pop(storage._cdata, None)
+        for key in keys:
+            self._leave(key)
 
     def allocate(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         """Resize storages to their size, within the capacity."""
-        resident = self._purge()
+        limit = self.peak if self.capacity is None else min(self.peak, self.capacity)
+        if self._total + sum(nbytes) > limit:  # else what died meanwhile makes no difference
+            self._purge()
         for storage, size in zip(storages, nbytes, strict=True):
-            fault = self._due("allocate")
+            fault = self._due("allocate") if self._faults else None
             if fault and fault.point == "before":
                 raise fault.happen()
-            self._check_capacity(resident, size)
+            if self.capacity is not None:
+                self._check_capacity(self._total, size)
             storage.resize_(size)
             if self._poisons:
                 with library_access():
                     byte_alias(storage).fill_(_POISON)
-            self._resident[storage._cdata] = (weak_storage(storage), size)
-            resident += size
-            self.peak = max(self.peak, resident)
+            self._enter(storage, size)
             if fault:
                 raise fault.happen()
 
     def _check_capacity(self, resident: int, size: int) -> None:
-        if self.capacity is not None and resident + size > self.capacity:
+        assert self.capacity is not None
+        if resident + size > self.capacity:
             message = (
                 f"emulated device out of memory: tried to allocate {size} bytes, "
                 f"{resident} of {self.capacity} bytes are in use"
@@ -362,14 +383,14 @@ class EmulatedDevice(Device):
     def free(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Resize storages to nothing, poisoning their bytes first when asked to."""
         for storage in storages:
-            fault = self._due("free")
+            fault = self._due("free") if self._faults else None
             if fault and fault.point == "before":
                 raise fault.happen()
             if self._poisons:
                 with library_access():
                     byte_alias(storage).fill_(_POISON)
             storage.resize_(0)
-            self._resident.pop(storage._cdata, None)
+            self._leave(storage._cdata)
             if fault:
                 raise fault.happen()
 
@@ -384,27 +405,27 @@ class EmulatedDevice(Device):
     def _copy(self, operation: Literal["copy_out", "copy_in"], pairs: Sequence[CopyPair]) -> None:
         with library_access():
             if not (self._delays or any(fault.operation == operation for fault in self._faults)):
-                aliases = [byte_alias(storage) for storage, _ in pairs]
+                aliases = [there if type(there) is Tensor else _as_bytes(there) for there, _ in pairs]
                 hosts = [host for _, host in pairs]
-                self._count(operation, len(pairs), sum(host.numel() for host in hosts))
+                self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                 if pairs:
                     targets, sources = (hosts, aliases) if operation == "copy_out" else (aliases, hosts)
                     torch._foreach_copy_(targets, sources)
                 return
-            for storage, host in pairs:
-                self._copy_one(operation, storage, host)
+            for there, host in pairs:
+                self._copy_one(operation, _as_bytes(there), host)
 
-    def _copy_one(self, operation: Literal["copy_out", "copy_in"], storage: torch.UntypedStorage, host: Tensor) -> None:
+    def _copy_one(self, operation: Literal["copy_out", "copy_in"], there: Tensor, host: Tensor) -> None:
         fault = self._due(operation)
         if fault and fault.point == "before":
             raise fault.happen()
         size = host.numel() // 2 if fault and fault.point == "half" else host.numel()
         self._count(operation, 1, size)
         if self._delays:
-            (host if operation == "copy_out" else byte_alias(storage)).fill_(_POISON)
-            self._pending.append(lambda: _copy_prefix(operation, storage, host, size))
+            (host if operation == "copy_out" else there).fill_(_POISON)
+            self._pending.append(lambda: _copy_prefix(operation, there, host, size))
         else:
-            _copy_prefix(operation, storage, host, size)
+            _copy_prefix(operation, there, host, size)
         if fault:
             raise fault.happen()
 
@@ -454,10 +475,14 @@ class EmulatedDevice(Device):
         return None if self.capacity is None else self.capacity - self.resident_bytes
 
 
-def _copy_prefix(operation: Operation, storage: torch.UntypedStorage, host: Tensor, size: int) -> None:
+def _as_bytes(there: torch.UntypedStorage | Tensor) -> Tensor:
+    return there if isinstance(there, Tensor) else byte_alias(there)
+
+
+def _copy_prefix(operation: Operation, there: Tensor, host: Tensor, size: int) -> None:
     """Copy the first ``size`` bytes. A storage freed before its delayed copy ran leaves the poison where it was."""
-    size = min(size, storage.nbytes())
-    device_bytes, host_bytes = byte_alias(storage)[:size], host[:size]
+    size = min(size, there.untyped_storage().nbytes())
+    device_bytes, host_bytes = there[:size], host[:size]
     if operation == "copy_out":
         host_bytes.copy_(device_bytes)
     else:
@@ -515,8 +540,8 @@ class CudaDevice(Device):
     def _copy(self, pairs: Sequence[CopyPair], *, out: bool) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with library_access(), torch.cuda.stream(self._stream):
-            for storage, host in pairs:
-                alias = byte_alias(storage)
+            for there, host in pairs:
+                alias = _as_bytes(there)
                 if out:
                     host.copy_(alias, non_blocking=True)
                 else:

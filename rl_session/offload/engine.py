@@ -8,7 +8,7 @@ returned; nothing is logged here. Knows components and tiers, not modes, scopes 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from rl_session.offload.shards import Shards
 from rl_session.offload.tensors import library_access
 from rl_session.offload.transaction import Transaction
 from rl_session.offload.unit import Unit
-from rl_session.offload.watch import Watch
+from rl_session.offload.watch import Stance, Watch
 from rl_session.planning import Plan, plan, summarise
 
 __all__ = ["Engine", "MoveReport", "Notice", "Snapshot"]
@@ -126,12 +126,13 @@ class Engine:
 
     # -- moving --------------------------------------------------------------------------------------------------
 
-    def move(self, snapshot: Snapshot, target: Placement) -> MoveReport:
+    def move(self, snapshot: Snapshot, target: Placement, *, then: Stance | None = None) -> MoveReport:
         """Bring every component to its tier in ``target``.
 
         Args:
             snapshot: A fresh :meth:`refresh`.
             target: Component to tier.
+            then: The stance that the caller takes right afterwards, if it takes another one.
 
         Returns:
             What moved.
@@ -152,7 +153,7 @@ class Engine:
             except BaseException as error:
                 transaction.undo(error)
                 self._reraise(error, todo)
-            self._commit(snapshot, target, transaction)
+            self._commit(snapshot, target, transaction, then)
         notices = transaction.notices
         if todo.offloads or todo.drops:
             notices += self._give_back()
@@ -161,28 +162,37 @@ class Engine:
         dropped = sum(move.nbytes for move in todo.drops)
         return MoveReport(self.placement, moved, seconds, dropped, tuple(notices))
 
-    def _commit(self, snapshot: Snapshot, target: Placement, transaction: Transaction) -> None:
-        for unit in transaction.onloaded:
-            found = snapshot.inventory.storages.get(unit.key)
-            unit.tier, unit.storage = Tier.DEVICE, None
-            self.ledger.reveal(unit)
-            if found is None or found.components == (Component.GRADS,):
+    def _commit(self, snapshot: Snapshot, target: Placement, transaction: Transaction, then: Stance | None) -> None:
+        self._receive(transaction.onloaded, snapshot, then)
+        if transaction.todo:
+            self.watch.note(snapshot)  # storages that were re-homed hold what they held
+        ledger = self.ledger
+        for components, units in snapshot.groups.items():
+            wanted = max((target[c] for c in components), key=lambda t: t.height)
+            for unit in units:
+                unit.needs[ledger] = wanted
+                if len(unit.needs) > 1:
+                    ledger.tell_others(unit)
+        ledger.look(snapshot)  # refreshes what away() answers from
+
+    def _receive(self, units: Sequence[Unit], snapshot: Snapshot, then: Stance | None) -> None:
+        """What came to the device is there, and its host copies are as good until somebody writes."""
+        ledger = self.ledger
+        ledger.reveal(units)
+        leaves_rest = then in (Stance.EXPOSED, Stance.PROTECTED)
+        for unit in units:
+            unit.arrive()
+            if unit.component == Component.GRADS or unit.key not in snapshot.inventory.storages:
                 unit.release_host()  # gradients change every step: their buffers are worth more to the next one
             elif unit.host is not None:
                 unit.validate_host()
                 unit.is_snapshot = True
             unit.was_touched = False  # whoever kept a pointer has one to what was freed
             if unit.resters:
-                self.watch.cover(unit)
-        if transaction.todo:
-            self.watch.note(snapshot.inventory)  # storages that were re-homed hold what they held
-        for key, found in snapshot.inventory.storages.items():
-            wanted = max((target[c] for c in found.components), key=lambda t: t.height)
-            unit = snapshot.units[key]
-            unit.needs[self.ledger] = wanted
-            if len(unit.needs) > 1:
-                self.ledger.tell_others(unit)
-        self.ledger.look(snapshot.inventory, snapshot.units)  # refreshes what away() answers from
+                if leaves_rest:
+                    unit.resters.discard(ledger)
+                if unit.resters:
+                    self.watch.cover(unit)
 
     def _reraise(self, error: BaseException, todo: Plan) -> NoReturn:
         label, facts = self.explain()
@@ -225,7 +235,8 @@ class Engine:
         """Device copies may change from now on: no host copy can stand in for one."""
         for unit in self.ledger.own_units():
             if unit.tier is Tier.DEVICE:
-                unit.lower_barrier()
+                if unit.is_armed:
+                    unit.lower_barrier()
                 unit.host_valid = False
         self.watch.changed()
 
@@ -266,7 +277,7 @@ class Engine:
         with library_access():
             self.shards.reshard()
             snapshot, units = self._snapshot_units(components)
-            self.device.copy_in([(self.ledger.storage(u, snapshot), u.host_bytes()) for u in units])
+            self.device.copy_in([(snapshot.storage(u), u.host_bytes()) for u in units])
             self.device.synchronize()
         return True
 
@@ -365,18 +376,19 @@ class Engine:
                     continue
                 elif storage.nbytes() > 0:
                     self._refill(unit, storage)
-                    self.ledger.reveal(unit)
+                    self.ledger.reveal([unit])
                 else:
                     unit.tier = Tier.HOST
             snapshot = self.refresh()
             for unit in self.unrestored:
-                self._refill(unit, self.ledger.storage(unit, snapshot))
+                self._refill(unit, snapshot.storage(unit))
             self.unrestored = []
 
     def _refill(self, unit: Unit, storage: torch.UntypedStorage) -> None:
         self.device.copy_in([(storage, unit.host_bytes())])
         self.device.synchronize()
-        unit.tier, unit.storage, unit.host_valid = Tier.DEVICE, None, False
+        unit.arrive()
+        unit.host_valid = False
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
@@ -408,8 +420,8 @@ class Engine:
             home.copy_(unit.host_bytes()) if unit.tier is Tier.HOST else home.zero_()
             for alias in unit.live_aliases():
                 alias.data = tensors.fresh_view(alias, home.untyped_storage())
-            self.ledger.reveal(unit)
-            unit.tier = Tier.DEVICE
+            self.ledger.reveal([unit])
+            unit.tier, unit.bytes_alias = Tier.DEVICE, None
 
 
 def _like(tensor: DTensor, shard: Tensor) -> DTensor:

@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import attrs
 import torch
@@ -28,9 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from rl_session.errors import OffloadedAccessError
 from rl_session.offload.inventory import reachable_tensors
-from rl_session.offload.tensors import AWAY_TYPES
+from rl_session.offload.tensors import AWAY_TYPES, library_access, plain_tensors
 
-__all__ = ["AwayNote", "Explain", "Guard", "describe_away", "hide", "reveal"]
+__all__ = ["AwayNote", "Explain", "Guard", "describe_away", "hide", "note_with", "reveal"]
 
 
 Explain = Callable[[], tuple[str, tuple[str, ...]]]
@@ -54,8 +54,18 @@ class AwayNote:
     explain: Explain
 
 
+class Books(Protocol):
+    """Knows what is away, and why."""
+
+    def note_of(self, key: int) -> AwayNote | None:
+        """What to say of a tensor over the storage of that identity; None where nothing is known of it."""
+        ...
+
+
 _NOTES: dict[int, tuple[weakref.ref[Tensor], AwayNote]] = {}
-"""Notes of the tensors that are away, by ``id``; an entry goes when the tensor comes back or dies."""
+"""Notes of single tensors that are away, by ``id``; an entry goes when the tensor comes back or dies."""
+_BOOKS: weakref.WeakSet[Books] = weakref.WeakSet()
+"""Who is asked about the others: a note for each would cost more than all the rest of a small tensor's move."""
 _AWAY_CLASSES: dict[type[Tensor], type[Tensor]] = {}
 
 
@@ -172,25 +182,46 @@ def _away_class(cls: type[Tensor]) -> type[Tensor]:
     return away
 
 
-def hide(tensor: Tensor, note: AwayNote) -> None:
-    """Make every touch of ``tensor`` but metadata raise. Idempotent."""
-    if type(tensor) not in AWAY_TYPES:
-        tensor.__class__ = _away_class(type(tensor))
-    key = id(tensor)
-    _NOTES[key] = (weakref.ref(tensor, lambda _: _NOTES.pop(key, None)), note)
+def hide(tensor: Tensor, note: AwayNote | None = None) -> None:
+    """Make every touch of ``tensor`` but metadata raise. Idempotent.
+
+    Args:
+        tensor: The tensor.
+        note: What the error says; without it, what the books say of its storage (:func:`note_with`).
+    """
+    kind = type(tensor)
+    if kind not in AWAY_TYPES:
+        tensor.__class__ = _AWAY_CLASSES.get(kind) or _away_class(kind)
+    if note is not None:
+        key = id(tensor)
+        _NOTES[key] = (weakref.ref(tensor, lambda _: _NOTES.pop(key, None)), note)
 
 
 def reveal(tensor: Tensor) -> None:
     """Undo :func:`hide`."""
-    if type(tensor) in AWAY_TYPES:
-        tensor.__class__ = type(tensor).__mro__[1]
-        _NOTES.pop(id(tensor), None)
+    kind = type(tensor)
+    if kind in AWAY_TYPES:
+        tensor.__class__ = kind.__mro__[1]
+        if _NOTES:
+            _NOTES.pop(id(tensor), None)
+
+
+def note_with(books: Books) -> None:
+    """Ask ``books``, as long as they exist, what to say of tensors that were hidden without a note."""
+    _BOOKS.add(books)
 
 
 def describe_away(tensor: Tensor) -> AwayNote | None:
     """The note of a tensor whose bytes are away, or None when they are where they should be."""
+    if type(tensor) not in AWAY_TYPES:
+        return None
     entry = _NOTES.get(id(tensor))
-    return entry[1] if entry is not None and type(tensor) in AWAY_TYPES else None
+    if entry is not None:
+        return entry[1]
+    with library_access():
+        keys = [inner.untyped_storage()._cdata for inner in plain_tensors(tensor)]
+    notes = (books.note_of(key) for books in list(_BOOKS) for key in keys)
+    return next((note for note in notes if note is not None), None)
 
 
 def _outputs(output: Any, depth: int = 3) -> Iterator[Tensor]:

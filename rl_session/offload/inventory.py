@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -24,7 +24,7 @@ from rl_session.lifecycle import Component
 from rl_session.offload.shards import Shards
 from rl_session.offload.tensors import check_supported, library_access, plain_tensors, storage_of
 
-__all__ = ["Entry", "Found", "Sources", "has_tensors", "reachable_tensors", "scan"]
+__all__ = ["Entry", "Found", "Inventory", "Sources", "has_tensors", "reachable_tensors", "scan", "scan_gradients"]
 
 _MAX_DEPTH = 16
 
@@ -61,33 +61,65 @@ class Sources:
 _PLACED_BY_FSDP = frozenset({str(Component.PARAMS), str(Component.GRADS), str(Component.OPTIMIZER)})
 
 
-@attrs.define(eq=False)
 class Entry:
-    """One tensor found: the component it belongs to and a name for messages."""
+    """One tensor found: the component it belongs to and a name for messages. It is not kept alive.
 
-    component: str
-    name: str
-    tensor: Tensor
-    is_grad_slot: bool = False
-    """Whether it is the ``.grad`` of a parameter, which can be dropped by setting it to None."""
-    wrapper: Tensor | None = None
-    """The tensor subclass around it, which is what users hold (a DTensor around its shard)."""
+    Attributes:
+        component: The component.
+        name: The name.
+        is_grad_slot: Whether it is the ``.grad`` of a parameter, which can be dropped by setting it to None.
+    """
+
+    __slots__ = ("_tensor", "_wrapper", "component", "is_grad_slot", "name")
+
+    def __init__(self, component: str, name: str, tensor: Tensor, is_grad_slot: bool, wrapper: Tensor | None) -> None:
+        self.component = component
+        self.name = name
+        self.is_grad_slot = is_grad_slot
+        self._tensor = weakref.ref(tensor)
+        self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor, which must still exist: whoever looks holds the :class:`Snapshot` that the scan was made for."""
+        tensor = self._tensor()
+        assert tensor is not None, f"{self.name} is gone"
+        return tensor
+
+    @property
+    def wrapper(self) -> Tensor | None:
+        """The tensor subclass around it, which is what users hold (a DTensor around its shard)."""
+        return self._wrapper() if self._wrapper is not None else None
 
 
-@attrs.define(eq=False)
 class Found:
-    """One storage found, with every known tensor over it."""
+    """One storage found, with every known tensor over it; neither is kept alive.
 
-    key: int
-    storage: torch.UntypedStorage
-    entries: list[Entry]
-    aliases: dict[int, Tensor]
-    """Every known tensor over the storage by ``id``, those that belong to no component included."""
+    Attributes:
+        key: Identity of the storage.
+        entries: The tensors of components over it.
+        known: Every known tensor over it by ``id``, those that belong to no component included.
+    """
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.entries: list[Entry] = []
+        self.known: dict[int, weakref.ref[Tensor]] = {}
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage."""
+        return storage_of(self.entries[0].tensor)
+
+    @property
+    def aliases(self) -> dict[int, Tensor]:
+        """Every known tensor over it that still exists, by ``id``."""
+        return {key: tensor for key, ref in self.known.items() if (tensor := ref()) is not None}
 
     @property
     def wrappers(self) -> list[Tensor]:
         """The DTensors around what is over it."""
-        return [entry.wrapper for entry in self.entries if isinstance(entry.wrapper, DTensor)]
+        return [wrapper for entry in self.entries if isinstance(wrapper := entry.wrapper, DTensor)]
 
     @cached_property
     def components(self) -> tuple[str, ...]:
@@ -109,6 +141,8 @@ class Inventory:
     """Storages that hold tensors of no component: identity to (name, bytes)."""
     empty_shards: list[Entry] = attrs.field(factory=list)
     """DTensors of which this rank has nothing; the other ranks have the rest."""
+    alive: list[Tensor] = attrs.field(factory=list)
+    """What was found, so that it lives while somebody looks at it; a cached inventory has none of it."""
 
     def entries(self, component: str) -> Iterator[Entry]:
         """Every entry of one component."""
@@ -187,20 +221,42 @@ def scan(sources: Sources, *, deep: bool = False) -> Inventory:
     """
     inventory = Inventory({}, {})
     with library_access():
-        for entry in _entries(sources):
-            for index, tensor in enumerate(plain_tensors(entry.tensor)):
-                _add(inventory, _inner(entry, tensor, index), tensor)
+        for seen in _sightings(sources):
+            _see(inventory, seen)
         for name, tensor in _side_tensors(sources, deep=deep):
             _add_alias(inventory, name, tensor)
     return inventory
 
 
-def _inner(entry: Entry, tensor: Tensor, index: int) -> Entry:
-    """The entry of a plain tensor inside a wrapper subclass: storages are told apart by name."""
-    if entry.tensor is tensor:
-        return entry
-    name = entry.name if isinstance(entry.tensor, DTensor) else f"{entry.name}.{index}"  # that one has one inside
-    return attrs.evolve(entry, tensor=tensor, name=name, wrapper=entry.tensor)
+def scan_gradients(sources: Sources) -> Inventory:
+    """The part of a :func:`scan` that is another after every backward. Call under ``library_access()``."""
+    inventory = Inventory({}, {})
+    for seen in _gradient_sightings(_trainables(sources)):
+        _see(inventory, seen)
+    return inventory
+
+
+class _Sighting(NamedTuple):
+    """A tensor that the scan came across."""
+
+    component: str
+    name: str
+    tensor: Tensor
+    is_grad_slot: bool = False
+
+
+def _see(inventory: Inventory, seen: _Sighting) -> None:
+    for index, tensor in enumerate(plain_tensors(seen.tensor)):
+        _add(inventory, _entry(seen, tensor, index), tensor)
+        inventory.alive += (tensor, seen.tensor)
+
+
+def _entry(seen: _Sighting, tensor: Tensor, index: int) -> Entry:
+    """The entry of a tensor, or of a plain one inside a wrapper subclass: those are told apart by name."""
+    if seen.tensor is tensor:
+        return Entry(seen.component, seen.name, tensor, seen.is_grad_slot, None)
+    name = seen.name if isinstance(seen.tensor, DTensor) else f"{seen.name}.{index}"  # that one has one inside
+    return Entry(seen.component, name, tensor, seen.is_grad_slot, seen.tensor)
 
 
 def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
@@ -209,23 +265,24 @@ def _add(inventory: Inventory, entry: Entry, tensor: Tensor) -> None:
         if isinstance(entry.wrapper, DTensor):
             inventory.empty_shards.append(entry)
         return
-    storage = storage_of(tensor)
-    found = inventory.storages.get(storage._cdata)
+    key = storage_of(tensor)._cdata
+    found = inventory.storages.get(key)
     if found is None:
-        found = inventory.storages[storage._cdata] = Found(storage._cdata, storage, [], {})
-    known = found.aliases.get(id(tensor))
-    if known is None or all(e.component != entry.component for e in found.entries):
-        found.entries.append(entry)
-    elif entry.wrapper is not None and all(e.wrapper is not entry.wrapper for e in found.entries):
-        found.entries.append(entry)  # another DTensor around the same shard
-    _know(found, tensor)
+        found = inventory.storages[key] = Found(key)
+    elif id(tensor) not in found.known or all(e.component != entry.component for e in found.entries):
+        pass
+    elif entry.wrapper is None or any(e.wrapper is entry.wrapper for e in found.entries):
+        return  # tied: the same tensor once more, and not another DTensor around the same shard
+    found.entries.append(entry)
+    _know(inventory, found, tensor)
 
 
-def _know(found: Found, tensor: Tensor) -> None:
+def _know(inventory: Inventory, found: Found, tensor: Tensor) -> None:
     """Note an alias, and the tensor that it is a view of."""
     for alias in (tensor, tensor._base):
         if alias is not None:
-            found.aliases[id(alias)] = alias
+            found.known[id(alias)] = weakref.ref(alias)
+            inventory.alive.append(alias)
 
 
 def _has_no_storage(tensor: Tensor) -> bool:
@@ -242,7 +299,7 @@ def _add_alias(inventory: Inventory, name: str, tensor: Tensor) -> None:
         storage = storage_of(plain)
         found = inventory.storages.get(storage._cdata)
         if found is not None:
-            _know(found, plain)
+            _know(inventory, found, plain)
         elif storage.nbytes() > _SCALAR_BYTES:
             inventory.uncovered.setdefault(storage._cdata, (name, storage.nbytes()))
 
@@ -251,25 +308,25 @@ _SCALAR_BYTES = 16
 """Uncovered tensors of up to one complex double are counters and the like, not worth a warning."""
 
 
-def _entries(sources: Sources) -> Iterator[Entry]:
+def _sightings(sources: Sources) -> Iterator[_Sighting]:
     shards = sources.shards
-    yield from _module_entries(sources.module, Component.PARAMS, Component.BUFFERS, "", shards)
+    yield from _module_sightings(sources.module, Component.PARAMS, Component.BUFFERS, "", shards)
     parameters = _trainables(sources)
-    yield from _gradient_entries(parameters)
-    yield from _optimizer_entries(sources)
+    yield from _gradient_sightings(parameters)
+    yield from _optimizer_sightings(sources)
     for name, extra in sources.extras.items():
         if isinstance(extra, nn.Module):
-            yield from _module_entries(extra, name, name, f"{name}.")
+            yield from _module_sightings(extra, name, name, f"{name}.")
         else:
             for path, tensor in reachable_tensors(extra, name):
-                yield Entry(name, path, tensor)
+                yield _Sighting(name, path, tensor)
     if sources.reference is not None:
-        yield from _module_entries(sources.reference, Component.REFERENCE, Component.REFERENCE, "reference.", shards)
+        yield from _module_sightings(sources.reference, Component.REFERENCE, Component.REFERENCE, "reference.", shards)
 
 
-def _module_entries(
+def _module_sightings(
     module: nn.Module, params: str, buffers: str, prefix: str, shards: Shards | None = None
-) -> Iterator[Entry]:
+) -> Iterator[_Sighting]:
     stand_ins = shards.unsharded() if shards else {}
     padded = shards.padded() if shards else {}
     for path, submodule in module.named_modules(remove_duplicate=True):
@@ -278,12 +335,12 @@ def _module_entries(
             if parameter is None:
                 continue
             shard = stand_ins.get(id(parameter), parameter)
-            yield Entry(params, f"{dot}{name}", shard)
+            yield _Sighting(params, f"{dot}{name}", shard)
             if id(shard) in padded:
-                yield Entry(params, f"{dot}{name}", padded[id(shard)])
+                yield _Sighting(params, f"{dot}{name}", padded[id(shard)])
         for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                yield Entry(buffers, f"{dot}{name}", buffer)
+                yield _Sighting(buffers, f"{dot}{name}", buffer)
 
 
 def _trainables(sources: Sources) -> list[tuple[str, Tensor]]:
@@ -298,56 +355,63 @@ def _trainables(sources: Sources) -> list[tuple[str, Tensor]]:
     return list(named.values())
 
 
-def _gradient_entries(parameters: list[tuple[str, Tensor]]) -> Iterator[Entry]:
+def trainables_beside(sources: Sources) -> list[Tensor]:
+    """What may have gradients beside the parameters of the module: all that the optimizer steps, and masters."""
+    groups = sources.optimizer.param_groups if sources.optimizer is not None else ()
+    return [*(parameter for group in groups for parameter in group["params"]), *sources.masters]
+
+
+def _gradient_sightings(parameters: list[tuple[str, Tensor]]) -> Iterator[_Sighting]:
     for name, parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            yield Entry(Component.GRADS, f"{name}.grad", gradient, is_grad_slot=True)
+            yield _Sighting(Component.GRADS, f"{name}.grad", gradient, is_grad_slot=True)
         for attribute, value in parameter.__dict__.items():
             if isinstance(value, Tensor) and "grad" in attribute:
-                yield Entry(Component.GRADS, f"{name}.{attribute}", value)
+                yield _Sighting(Component.GRADS, f"{name}.{attribute}", value)
 
 
-def _optimizer_entries(sources: Sources) -> Iterator[Entry]:
+def _optimizer_sightings(sources: Sources) -> Iterator[_Sighting]:
     if sources.optimizer is None:
         return
     own = {id(p) for _, p in sources.shards.parameters(sources.module)}
     foreign = [p for group in sources.optimizer.param_groups for p in group["params"] if id(p) not in own]
     for index, tensor in enumerate([*foreign, *sources.masters]):
-        yield Entry(Component.OPTIMIZER, f"optimizer master {index}", tensor)
+        yield _Sighting(Component.OPTIMIZER, f"optimizer master {index}", tensor)
     # items() and values() only: indexing a defaultdict would create state for parameters that have none.
     for index, state in enumerate(list(sources.optimizer.state.values())):
         for path, tensor in reachable_tensors(state, f"optimizer.state[{index}]"):
             # torch keeps 0-dim scalars such as Adam's step on the host unless asked otherwise; they stay where they are.
             if tensor.dim() > 0:
-                yield Entry(Component.OPTIMIZER, path, tensor)
+                yield _Sighting(Component.OPTIMIZER, path, tensor)
 
 
 def _side_tensors(sources: Sources, *, deep: bool) -> Iterator[tuple[str, Tensor]]:
     """Tensors held as plain attributes: aliases of what was found, or bytes that no component covers."""
     for path, submodule in sources.module.named_modules():
         for name, value in submodule.__dict__.items():
-            if not _is_internal(name) and (deep or isinstance(value, _CONTAINERS)):
-                yield from reachable_tensors(value, f"{path}.{name}" if path else name, _SIDE_DEPTH)
+            if not is_internal(name) and (deep or isinstance(value, SIDE_CONTAINERS)):
+                yield from reachable_tensors(value, f"{path}.{name}" if path else name, SIDE_DEPTH)
     if deep:
         yield from sources.shards.gathered()
         yield from sources.shards.hidden_gradients()
     for name, parameter in sources.shards.parameters(sources.module):
         for attribute, value in parameter.__dict__.items():
-            yield from reachable_tensors(value, f"{name}.{attribute}", _SIDE_DEPTH)
+            yield from reachable_tensors(value, f"{name}.{attribute}", SIDE_DEPTH)
     if sources.optimizer is not None:
         for attribute, value in vars(sources.optimizer).items():
-            if attribute not in _OPTIMIZER_COVERED and "hook" not in attribute:
-                yield from reachable_tensors(value, f"optimizer.{attribute}", _SIDE_DEPTH)
+            if attribute not in COVERED_BY_SCAN and "hook" not in attribute:
+                yield from reachable_tensors(value, f"optimizer.{attribute}", SIDE_DEPTH)
 
 
-def _is_internal(attribute: str) -> bool:
+def is_internal(attribute: str) -> bool:
+    """Whether an attribute of a module is torch's own, and holds what the scan finds in another way."""
     return attribute in _MODULE_INTERNALS or attribute.startswith(_FSDP_STATE)
 
 
-_CONTAINERS = (Tensor, list, tuple, dict)
-_SIDE_DEPTH = _MAX_DEPTH - 3
+SIDE_CONTAINERS = (Tensor, list, tuple, dict)
+SIDE_DEPTH = _MAX_DEPTH - 3
 _FSDP_STATE = "__composable_api_state_key"
 """How the attribute begins where torch keeps what ``fully_shard`` knows; :mod:`rl_session.offload.shards` reads that."""
 _MODULE_INTERNALS = frozenset({*nn.Module().__dict__})
-_OPTIMIZER_COVERED = frozenset({"state", "param_groups", "defaults"})
+COVERED_BY_SCAN = frozenset({"state", "param_groups", "defaults"})

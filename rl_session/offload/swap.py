@@ -35,11 +35,9 @@ def capture(engine: Engine, components: Sequence[str]) -> dict[str, HostBuffer]:
             pairs = []
             for unit, buffer in zip(units.values(), buffers, strict=True):
                 if unit.tier is Tier.DEVICE:
-                    pairs.append((engine.ledger.storage(unit, snapshot), buffer.data))
+                    pairs.append((snapshot.storage(unit), buffer.data))
                 else:  # built on the CPU and never moved: its own storage has the bytes
-                    source = (
-                        unit.host.data if unit.host is not None else byte_alias(engine.ledger.storage(unit, snapshot))
-                    )
+                    source = unit.host.data if unit.host is not None else byte_alias(snapshot.storage(unit))
                     buffer.data.copy_(source)
             engine.device.copy_out(pairs)
             engine.device.synchronize()
@@ -81,9 +79,7 @@ def replaced(
         with _typed(engine):
             saved = _save(engine, snapshot, units)
             try:
-                engine.device.copy_in(
-                    [(engine.ledger.storage(unit, snapshot), contents[name].data) for name, unit in named.items()]
-                )
+                engine.device.copy_in([(snapshot.storage(unit), contents[name].data) for name, unit in named.items()])
                 engine.device.synchronize()
             except BaseException:
                 _write_back(engine, snapshot, units)
@@ -159,11 +155,11 @@ def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
     fallbacks = [unit for unit in stale if unit.is_snapshot]
     for unit in stale:
         unit.host_valid = unit.is_snapshot = False
-    engine.device.copy_out([(engine.ledger.storage(u, snapshot), u.host.data) for u in stale if u.host is not None])
+    engine.device.copy_out([(snapshot.storage(u), u.host.data) for u in stale if u.host is not None])
     engine.device.synchronize()
     for unit in stale:
         unit.validate_host()
-        unit.checksum = engine.device.checksum(engine.ledger.storage(unit, snapshot)) if engine.verify else None
+        unit.checksum = engine.device.checksum(snapshot.storage(unit)) if engine.verify else None
     for unit in fallbacks:  # what is there now is as good to fall back on: no step was made since
         unit.is_snapshot = True
     return sum(unit.nbytes for unit in stale)
@@ -172,7 +168,7 @@ def _save(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> int:
 def _write_back(engine: Engine, snapshot: Snapshot, units: list[Unit]) -> None:
     """Put the live bytes back; once more after a failure, and before an interrupt is handed on."""
     engine.shards.reshard()
-    pairs = [(engine.ledger.storage(u, snapshot), u.host.data) for u in units if u.host is not None]
+    pairs = [(snapshot.storage(u), u.host.data) for u in units if u.host is not None]
     interrupt: BaseException | None = None
     for attempt in (1, 2):
         try:

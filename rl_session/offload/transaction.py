@@ -9,14 +9,15 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from rl_session.errors import FaultedError, IntegrityError
-from rl_session.lifecycle import Component, Tier
+from rl_session.lifecycle import Tier
 from rl_session.offload import tensors
+from rl_session.offload.device import CopyPair
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Found
 from rl_session.offload.ledger import Ledger, Snapshot
@@ -27,6 +28,24 @@ from rl_session.planning import Move, Moved, Plan
 __all__ = ["Transaction"]
 
 _Key = tuple[str, Tier, Tier, bool]
+
+
+class _Lot:
+    """The storages of one move, in the same position all of them."""
+
+    __slots__ = ("move", "storages", "units")
+
+    def __init__(self, move: Move, units: list[Unit]) -> None:
+        self.move = move
+        self.units = units
+        self.storages: list[torch.UntypedStorage] = []
+
+    def pairs(self) -> list[CopyPair]:
+        """What to copy, and where to."""
+        for unit, storage in zip(self.units, self.storages, strict=True):
+            if unit.bytes_alias is None:
+                unit.device_bytes(storage)
+        return [(unit.bytes_alias, unit.host.data) for unit in self.units]  # type: ignore[misc, union-attr]
 
 
 _WRITE_WHERE_ALLOWED = "with policy.training_mode(): ...  # write weights there; the next attempt copies this storage"
@@ -82,79 +101,88 @@ class Transaction:
     # -- device to host ------------------------------------------------------------------------------------------
 
     def _offload(self) -> None:
-        todo = self.todo
-        if not todo.offloads:
+        lots = [_Lot(move, self._units(move)) for move in self.todo.offloads]
+        if not lots:
             return
-        self.notices += self._unknown_holders()
-        units = [self._ensure_resizable(move.key) for move in todo.offloads]
-        storages = [self.ledger.storage(unit, self.snapshot) for unit in units]
-        copied = [index for index, move in enumerate(todo.offloads) if not move.elided]
-        self._acquire([units[index] for index in copied])
-        for group in _runs([todo.offloads[index] for index in copied], copied):
+        for lot in lots:
+            lot.storages = [self.snapshot.storage(unit) for unit in lot.units]
+        self.notices += self._unknown_holders(lots)
+        for lot in lots:
+            self._make_resizable(lot)
+        copied = [lot for lot in lots if not lot.move.elided]
+        self._acquire([unit for lot in copied for unit in lot.units])
+        for lot in copied:
             start = time.perf_counter()
-            self.device.copy_out([(storages[index], units[index].host_bytes()) for index in group])
-            self._note(todo.offloads[group[0]], time.perf_counter() - start)
+            self.device.copy_out(lot.pairs())
+            self._note(lot.move, time.perf_counter() - start)
         self.device.synchronize()
-        if any(unit.is_armed for unit in units):
+        if any(unit.is_armed for lot in lots for unit in lot.units):
             self.device.drain()
         if self.verify:
-            self._verify_offload(todo.offloads, units, storages)
-        for unit in units:
-            unit.lower_barrier()
-            unit.validate_host()
-        for unit, storage, move in zip(units, storages, todo.offloads, strict=True):
-            unit.storage = storage
-            self._freed.append(unit)
-            unit.tier = Tier.HOST
-            self.ledger.hide(unit, move.component)
-        self.device.free(storages)
+            for lot in lots:
+                self._verify_offload(lot)
+        for lot in lots:
+            self._let_leave(lot)
+        for lot in lots:
+            self.device.free(lot.storages)
 
-    def _unknown_holders(self) -> list[Notice]:
+    def _let_leave(self, lot: _Lot) -> None:
+        """The host copies are complete: nobody may touch the tensors from now on."""
+        for unit, storage in zip(lot.units, lot.storages, strict=True):
+            if unit.is_armed:
+                unit.lower_barrier()
+            unit.host_valid = True
+            unit.storage = storage
+            unit.tier = Tier.HOST
+        self._freed += lot.units
+        self.ledger.hide(lot.units)
+
+    def _units(self, move: Move) -> list[Unit]:
+        units = self.snapshot.units
+        return [units[key] for key in _keys(move)]
+
+    def _unknown_holders(self, lots: Sequence[_Lot]) -> list[Notice]:
         """Storages that a view or a live graph we cannot see also holds: touching those cannot be caught."""
-        nbytes = count = 0
-        for move in self.todo.offloads:
-            unit = self.snapshot.units[move.key]
-            known = len(unit.live_aliases())
-            if tensors.num_holders(self.ledger.storage(unit, self.snapshot)) > known:
-                nbytes += unit.nbytes
-                count += 1
-        if not count:
+        num_holders = tensors.num_holders
+        held = [
+            unit.nbytes
+            for lot in lots
+            for unit, storage in zip(lot.units, lot.storages, strict=True)
+            if num_holders(storage) > unit.num_known_holders()
+        ]
+        if not held:
             return []
         message = "moved storages that something else holds too (a detached view, a live autograd graph)"
-        return [Notice("unknown_holders", message, nbytes, count)]
+        return [Notice("unknown_holders", message, sum(held), len(held))]
 
-    def _ensure_resizable(self, key: int) -> Unit:
-        """The unit of a storage, re-homed first when it cannot be resized (mapped files, numpy arrays)."""
-        unit = self.snapshot.units[key]
-        found = self.snapshot.inventory.storages[key]
-        if found.storage.resizable():
-            return unit
-        aliases = unit.live_aliases()
-        home = tensors.rehome(found.storage, aliases)
-        self.ledger.rekey(unit, found, home, self.snapshot)
-        return unit
+    def _make_resizable(self, lot: _Lot) -> None:
+        """Re-home the storages that cannot be resized (mapped files, numpy arrays)."""
+        for index, storage in enumerate(lot.storages):
+            if not storage.resizable():
+                unit = lot.units[index]
+                lot.storages[index] = home = tensors.rehome(storage, unit.live_aliases())
+                self.ledger.rekey(unit, home, self.snapshot)
 
     def _acquire(self, units: Sequence[Unit]) -> None:
         """Give every unit a host buffer; those that have one from before keep it."""
         needy = [unit for unit in units if unit.host is None]
-        buffers = self.pool.acquire([unit.nbytes for unit in needy], self.device, pin=self.pin)
+        buffers = self.pool.acquire([unit.nbytes for unit in needy], self.device, pin=self.pin) if needy else []
         for unit, buffer in zip(needy, buffers, strict=True):
             unit.host, unit.pool = buffer, self.pool
-            self._buffered.append(unit)
+        self._buffered += needy
         for unit in units:
             unit.host_valid = unit.is_snapshot = False
         self._copied += units
 
-    def _verify_offload(
-        self, moves: Sequence[Move], units: Sequence[Unit], storages: Sequence[torch.UntypedStorage]
-    ) -> None:
-        for move, unit, storage in zip(moves, units, storages, strict=True):
+    def _verify_offload(self, lot: _Lot) -> None:
+        elided = lot.move.elided
+        for unit, storage in zip(lot.units, lot.storages, strict=True):
             found = self.device.checksum(storage)
-            expected = unit.checksum if move.elided else self.device.host_checksum(unit.host_bytes())
+            expected = unit.checksum if elided else self.device.host_checksum(unit.host_bytes())
             if expected is not None and found != expected:
                 unit.host_valid = False
-                what = "changed in a mode that must not write it" if move.elided else "was not copied faithfully"
-                self._integrity_error(unit, what, _WRITE_WHERE_ALLOWED if move.elided else _COPY_AGAIN)
+                what = "changed in a mode that must not write it" if elided else "was not copied faithfully"
+                self._integrity_error(unit, what, _WRITE_WHERE_ALLOWED if elided else _COPY_AGAIN)
             unit.checksum = found
 
     def _integrity_error(self, unit: Unit, what: str, remedy: str) -> NoReturn:
@@ -173,41 +201,43 @@ class Transaction:
         The frees come first, because they can fail. A later failure brings a flat buffer back as zeros, and no ``p.grad``:
         what is dropped was consumed, or the user said to discard it.
         """
-        in_slots = {move.key for move in moves if self._is_in_slots(move)}
-        for move in moves:
-            if move.key not in in_slots:
-                self._free_in_place(self.snapshot.units[move.key], self.snapshot.inventory.storages[move.key])
-        for key in in_slots:
-            self._clear_slots(self.snapshot.inventory.storages.pop(key))
-            self.snapshot.units.pop(key).release_host()
-            del self.device.units[key]
+        in_slots: list[int] = []
+        for key in (key for move in moves for key in _keys(move)):
+            found = self.snapshot.inventory.storages[key]
+            if self._is_in_slots(found, self.snapshot.units[key].nbytes):
+                in_slots.append(key)
+            else:
+                self._free_in_place(self.snapshot.units[key], found)
+        if in_slots:
+            self._clear_slots({alias for key in in_slots for alias in self.snapshot.inventory.storages[key].known})
+            self.ledger.discard(in_slots, self.snapshot)
 
-    def _is_in_slots(self, move: Move) -> bool:
+    @staticmethod
+    def _is_in_slots(found: Found, nbytes: int) -> bool:
         """Whether ``p.grad = None`` lets go of a storage: nothing but ``.grad`` is over it, and it is no flat buffer.
 
         A gradient that has its storage to itself is let go of also when the user has a view of it: the view keeps the bytes.
         """
-        found = self.snapshot.inventory.storages[move.key]
         slots = {id(entry.tensor): entry.tensor for entry in found.entries if entry.is_grad_slot}
         # FSDP cuts the gradients of a module out of one buffer, which it does not keep: nobody else looks at it.
         buffers = (e.tensor._base for e in found.entries if e.is_grad_slot and e.wrapper is not None)
         slots.update({id(buffer): buffer for buffer in buffers if buffer is not None})
         if slots.keys() != found.aliases.keys():
             return False
-        is_alone = len(slots) == 1 and found.entries[0].tensor.nbytes == move.nbytes
+        is_alone = len(slots) == 1 and found.entries[0].tensor.nbytes == nbytes
         return is_alone or tensors.num_holders(found.storage) == len(slots)
 
-    def _clear_slots(self, found: Found) -> None:
+    def _clear_slots(self, gone: set[int]) -> None:
         for parameter in self.ledger.owners_of_gradients():
             gradient = parameter.grad
-            if gradient is not None and any(id(inner) in found.aliases for inner in tensors.plain_tensors(gradient)):
+            if gradient is not None and any(id(inner) in gone for inner in tensors.plain_tensors(gradient)):
                 parameter.grad = None
 
     def _free_in_place(self, unit: Unit, found: Found) -> None:
         was, unit.tier, unit.storage = unit.tier, Tier.NONE, found.storage
         # The zeros that come back are nobody's gradients.
         self.ledger.stamps.consume(entry.tensor for entry in found.entries)
-        self.ledger.hide(unit, Component.GRADS)
+        self.ledger.hide([unit])
         if was is Tier.DEVICE:
             self._emptied.append(unit)
             self.device.free([found.storage])
@@ -216,30 +246,32 @@ class Transaction:
     # -- host to device ------------------------------------------------------------------------------------------
 
     def _onload(self) -> None:
-        todo = self.todo
-        if not todo.onloads:
+        lots = [_Lot(move, self._units(move)) for move in self.todo.onloads]
+        if not lots:
             return
-        units = [self.snapshot.units[move.key] for move in todo.onloads]
-        for unit in units:
-            if unit.tier is Tier.HOST and unit.host is None:
-                self._bring_in_foreign(unit)
-        home = [unit for unit in units if unit not in self.onloaded]
-        for unit in home:
-            self.onloaded.append(unit)
-        storages = [self.ledger.storage(unit, self.snapshot) for unit in home]
-        self._collect_if_short(todo.nbytes_onload)
-        self.device.allocate(storages, [unit.nbytes for unit in home])
-        copied = [index for index, unit in enumerate(home) if unit.tier is Tier.HOST]
-        moves = {move.key: move for move in todo.onloads}
-        for group in _runs([moves[home[index].key] for index in copied], copied):
-            start = time.perf_counter()
-            self.device.copy_in([(storages[index], home[index].host_bytes()) for index in group])
-            self._note(moves[home[group[0]].key], time.perf_counter() - start)
+        for lot in lots:
+            lot.units = [unit for unit in lot.units if not self._bring_in_foreign(unit)]
+            self.onloaded += lot.units
+            lot.storages = [self.snapshot.storage(unit) for unit in lot.units]
+        self._collect_if_short(self.todo.nbytes_onload)
+        for lot in lots:
+            self.device.allocate(lot.storages, [unit.nbytes for unit in lot.units])
+        for lot in lots:
+            if lot.move.from_tier is Tier.HOST and lot.units:
+                start = time.perf_counter()
+                self.device.copy_in(lot.pairs())
+                self._note(lot.move, time.perf_counter() - start)
         self.device.synchronize()
-        for unit, storage in zip(home, storages, strict=True):
-            if unit.tier is Tier.NONE:
-                tensors.byte_alias(storage).zero_()
-            elif self.verify and unit.checksum is not None and self.device.checksum(storage) != unit.checksum:
+        for lot in lots:
+            if lot.move.from_tier is Tier.NONE:
+                for storage in lot.storages:
+                    tensors.byte_alias(storage).zero_()
+            elif self.verify:
+                self._verify_onload(lot)
+
+    def _verify_onload(self, lot: _Lot) -> None:
+        for unit, storage in zip(lot.units, lot.storages, strict=True):
+            if unit.checksum is not None and self.device.checksum(storage) != unit.checksum:
                 self._integrity_error(unit, "came back with other bytes than it left with", _LOAD)
 
     def _collect_if_short(self, nbytes: int) -> None:
@@ -249,19 +281,26 @@ class Transaction:
             gc.collect()
             self.device.empty_cache()
 
-    def _bring_in_foreign(self, unit: Unit) -> None:
-        """Move tensors that were built on the CPU onto a CUDA device, once; afterwards their storage lives there."""
-        found = self.snapshot.inventory.storages[unit.key]
+    def _bring_in_foreign(self, unit: Unit) -> bool:
+        """Move tensors that were built on the CPU onto a CUDA device, once; afterwards their storage lives there.
+
+        Returns:
+            Whether they are such, and are there now.
+        """
+        if unit.tier is not Tier.HOST or unit.host is not None:
+            return False
+        storage = self.snapshot.storage(unit)
         fresh = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device.torch_device)
-        fresh.copy_(tensors.byte_alias(found.storage))
+        fresh.copy_(tensors.byte_alias(storage))
         home = fresh.untyped_storage()
         self._homes.append(home)
         for alias in unit.live_aliases():
             self._swapped.append((alias, alias.detach()))
             alias.data = tensors.fresh_view(alias, home)
-        self.ledger.rekey(unit, found, home, self.snapshot)
-        unit.tier, unit.storage = Tier.DEVICE, None
+        self.ledger.rekey(unit, home, self.snapshot)
+        unit.arrive()
         self.onloaded.append(unit)
+        return True
 
     # -- the way back --------------------------------------------------------------------------------------------
 
@@ -289,8 +328,8 @@ class Transaction:
                 f"{type(second).__name__}: {second}",
             ) from cause
         for unit in (*self._freed, *self._emptied):
-            unit.tier, unit.storage = Tier.DEVICE, None
-            self.ledger.reveal(unit)
+            unit.arrive()
+        self.ledger.reveal((*self._freed, *self._emptied))
         for unit in self._copied:
             unit.host_valid = False  # what stands again may be written at any time
         for unit in self._buffered:
@@ -301,9 +340,6 @@ class Transaction:
         self._seconds[key] = self._seconds.get(key, 0.0) + elapsed
 
 
-def _runs(moves: Sequence[Move], indices: Sequence[int]) -> list[list[int]]:
-    """``indices`` grouped by the component of their moves, in order of first appearance."""
-    groups: dict[str, list[int]] = {}
-    for move, index in zip(moves, indices, strict=True):
-        groups.setdefault(move.component, []).append(index)
-    return list(groups.values())
+def _keys(move: Move) -> tuple[int, ...]:
+    """The storages of a move: :meth:`Ledger.facts` made its key of them."""
+    return cast("tuple[int, ...]", move.key)

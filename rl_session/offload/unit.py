@@ -6,15 +6,16 @@ needs it at. Knows nothing of how bytes are copied.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rl_session.lifecycle import Tier
+from rl_session.lifecycle import Component, Tier
 from rl_session.offload import write_barrier
 from rl_session.offload.host_pool import HostBuffer, HostPool
 from rl_session.offload.tensors import byte_alias, find_storage, num_holders
@@ -22,6 +23,8 @@ from rl_session.offload.tensors import byte_alias, find_storage, num_holders
 __all__ = ["Unit"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_KEPT_BELOW = 1 << 18
+"""Of storages smaller than this many bytes the byte alias is kept, not made anew for every move."""
 
 
 @attrs.define(eq=False)
@@ -48,6 +51,8 @@ class Unit:
         resters: The owners that are outside every scope in a read-only mode, where anybody may write.
         is_armed: Whether a write barrier was put up around it, and nobody found it down.
         was_touched: Whether somebody wrote it at rest, or took a pointer to, since its bytes came to the device.
+        bytes_alias: A uint8 tensor over all of it, made by the first move. It owns the storage: of a small one it is kept
+            while a known tensor lives, of others while the bytes are away.
     """
 
     key: int
@@ -69,6 +74,33 @@ class Unit:
     resters: set[object] = attrs.field(factory=set)
     is_armed: bool = False
     was_touched: bool = False
+    bytes_alias: Tensor | None = None
+    _mourner: Callable[[object], None] = attrs.field(init=False)
+    """Called when a known tensor dies."""
+
+    @_mourner.default
+    def _make_mourner(self) -> Callable[[object], None]:
+        return functools.partial(_let_bytes_go, weakref.ref(self))
+
+    def device_bytes(self, storage: torch.UntypedStorage) -> Tensor:
+        """A uint8 tensor over all of its storage. Call below ``__torch_function__``."""
+        if self.bytes_alias is None:
+            self.bytes_alias = byte_alias(storage)
+        return self.bytes_alias
+
+    def arrive(self) -> None:
+        """Its bytes are on the device; what only served while they were away is let go."""
+        self.tier, self.storage = Tier.DEVICE, None
+        if self.nbytes >= _KEPT_BELOW or self.component == Component.GRADS:
+            self.bytes_alias = None
+
+    def num_known_holders(self) -> int:
+        """Owners of the storage that are accounted for: known tensors, and the alias of ours."""
+        known = 0 if self.bytes_alias is None else 1
+        for ref in self.aliases.values():
+            if ref() is not None:
+                known += 1
+        return known
 
     def host_bytes(self) -> Tensor:
         """The host copy, a uint8 tensor; there must be one."""
@@ -83,15 +115,20 @@ class Unit:
         """The known tensors that still exist, and the wrappers around them."""
         return [*self.live_aliases(), *(tensor for ref in self.wrappers.values() if (tensor := ref()) is not None)]
 
-    def remember_aliases(self, tensors: Iterable[Tensor], wrappers: Iterable[Tensor] = ()) -> None:
+    def remember_aliases(self, known: Mapping[int, weakref.ref[Tensor]], wrappers: Iterable[Tensor] = ()) -> None:
         """Take note of tensors over the storage, and of wrappers around those; the dead ones are forgotten."""
-        self.aliases = {id(t): weakref.ref(t) for t in (*self.live_aliases(), *tensors)}
-        known = [tensor for ref in self.wrappers.values() if (tensor := ref()) is not None]
-        self.wrappers = {id(t): weakref.ref(t) for t in (*known, *wrappers)}
+        aliases = {key: ref for key, ref in self.aliases.items() if ref() is not None}
+        for key, ref in known.items():
+            tensor = ref()
+            if tensor is not None and key not in aliases:
+                aliases[key] = weakref.ref(tensor, self._mourner)
+        self.aliases = aliases
+        live = [tensor for ref in self.wrappers.values() if (tensor := ref()) is not None]
+        self.wrappers = {id(t): weakref.ref(t) for t in (*live, *wrappers)}
 
     def current_versions(self) -> dict[int, int]:
         """Version counters now. Call below ``__torch_function__``."""
-        return {id(tensor): tensor._version for tensor in self.live_aliases()}
+        return {key: tensor._version for key, ref in self.aliases.items() if (tensor := ref()) is not None}
 
     def is_clean(self) -> bool:
         """Whether the host copy can stand in for the device copy. Call below ``__torch_function__``.
@@ -103,7 +140,12 @@ class Unit:
             return False
         if self.resters and not self.look_at_barrier():
             return False
-        return all(self.versions.get(key) == version for key, version in self.current_versions().items())
+        versions = self.versions
+        for key, ref in self.aliases.items():
+            tensor = ref()
+            if tensor is not None and versions.get(key) != tensor._version:
+                return False
+        return True
 
     def validate_host(self) -> None:
         """Declare the host copy equal to the device copy. Call below ``__torch_function__``."""
@@ -151,6 +193,8 @@ class Unit:
 
     def _alias(self) -> Tensor | None:
         """A plain tensor that is over the storage now, or None when the storage is gone."""
+        if self.bytes_alias is not None:
+            return self.bytes_alias
         for ref in self.aliases.values():
             tensor = ref()
             # A subclass might dispatch; and setting .data may have given a known tensor another storage.
@@ -176,3 +220,11 @@ class Unit:
         self.host = self.pool = None
         self.host_valid = self.is_snapshot = False
         self.checksum = None
+
+
+def _let_bytes_go(weak: weakref.ref[Unit], dead: object) -> None:
+    """No known tensor is left over the storage: whoever let the last one go expects the memory back."""
+    del dead
+    unit = weak()
+    if unit is not None and all(ref() is None for ref in unit.aliases.values()):
+        unit.bytes_alias = None

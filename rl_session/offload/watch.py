@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rl_session.lifecycle import Component
-from rl_session.offload.inventory import Inventory
+from rl_session.offload.snapshot import WEIGHTS, Snapshot
 from rl_session.offload.tensors import library_access
 from rl_session.offload.unit import Unit
 
@@ -29,7 +28,6 @@ __all__ = ["Stance", "Watch"]
 
 _CLOCK = itertools.count(1)
 """Gives every epoch its number: a number that was read once never comes again, in whatever order threads store them."""
-_WEIGHTS = frozenset({Component.PARAMS, Component.BUFFERS})
 
 
 class Stance(Enum):
@@ -55,8 +53,9 @@ class Watch:
         """Whether anybody ever read the epoch: until then what is dirty need not be watched."""
         self.partners: weakref.WeakSet[Watch] = weakref.WeakSet()
         """Watches of policies that share storages with this one."""
-        self._marks: list[tuple[object, ...]] = []
-        """What every parameter and buffer looked like at the last look: its place in its storage, its version."""
+        self._marks: list[tuple[object, ...]] | None = None
+        """What every parameter and buffer looked like at the last look: its place in its storage, its version. None as long
+        as nobody asked."""
         self._weights: frozenset[int] = frozenset()
         """The storages of parameters and buffers at the last look."""
 
@@ -86,7 +85,8 @@ class Watch:
     def _lay_to_rest(self, units: Iterable[Unit]) -> None:
         for unit in units:
             unit.resters.add(self._ledger)
-            self.cover(unit)
+            if unit.has_live_bytes:
+                self.cover(unit)
 
     def _end_exposure(self) -> None:
         if self.stance is Stance.EXPOSED:
@@ -95,19 +95,19 @@ class Watch:
     def _leave_rest(self, *, hands_over: bool) -> None:
         """Judge what was at rest. A barrier that a partner at rest needs stays, unless it ``hands_over`` to a writer."""
         is_changed = False
-        for unit in self._ledger.own_units():
-            if self._ledger in unit.resters:
-                is_changed |= not self._is_intact(unit)
-                unit.resters.discard(self._ledger)
-            if hands_over or not unit.resters:
+        ledger = self._ledger
+        for unit in ledger.own_units():
+            if ledger in unit.resters:
+                is_changed |= unit.has_live_bytes and not self._is_intact(unit)
+                unit.resters.discard(ledger)
+            if unit.is_armed and (hands_over or not unit.resters):
                 unit.lower_barrier()
         if is_changed:
             self.changed()
 
     def _is_intact(self, unit: Unit) -> bool:
-        """Whether a unit that somebody has at rest is known to hold the weights it held."""
-        counts = unit.key in self._weights or len(unit.needs) > 1
-        return unit.look_at_barrier() or not counts or not unit.has_live_bytes
+        """Whether a unit on the device that somebody has at rest is known to hold the weights it held."""
+        return (unit.is_armed and unit.look_at_barrier()) or not (unit.key in self._weights or len(unit.needs) > 1)
 
     def cover(self, unit: Unit) -> None:
         """Put a barrier up around a unit at rest, or distrust its host copy."""
@@ -133,7 +133,9 @@ class Watch:
 
     def epoch(self) -> int:
         """See :attr:`rl_session.offload.engine.Engine.weights_epoch`."""
-        self._is_asked = True
+        if not self._is_asked:
+            self._is_asked = True
+            self._ledger.refresh()  # what later looks compare with
         circle = [self, *self.partners]
         if any(watch.stance is Stance.EXPOSED for watch in circle):
             self.number = next(_CLOCK)
@@ -153,30 +155,31 @@ class Watch:
         for watch in (self, *self.partners):
             watch.number = next(_CLOCK)
 
-    def look(self, inventory: Inventory, units: dict[int, Unit]) -> None:
+    def look(self, snapshot: Snapshot) -> None:
         """Compare with the last look: a storage touched at rest, a parameter that is another, a version that moved on.
 
         Call under :func:`~rl_session.offload.tensors.library_access`.
         """
-        found = [units[key] for key in inventory.storages]
-        touched = [unit for unit in found if unit.resters and not self._is_intact(unit)]
+        touched = [u for u in snapshot.found() if u.resters and u.has_live_bytes and not self._is_intact(u)]
         if self.stance is Stance.AT_REST:
-            self._lay_to_rest(unit for unit in found if self._ledger not in unit.resters)
+            self._lay_to_rest(unit for unit in snapshot.found() if self._ledger not in unit.resters)
         before = self._marks
-        self.note(inventory)
+        self.note(snapshot)
         if touched or self._marks != before:
             self.changed()
 
-    def note(self, inventory: Inventory) -> None:
+    def note(self, snapshot: Snapshot) -> None:
         """Take what is there now as what the next look compares with."""
-        marks: list[tuple[object, ...]] = []
-        keys: set[int] = set()
-        for key, found in inventory.storages.items():
-            for entry in found.entries:
-                if entry.component in _WEIGHTS:
-                    keys.add(key)
-                    marks.append((entry.name, key, *_mark(entry.tensor)))
-        self._marks, self._weights = marks, frozenset(keys)
+        self._weights = snapshot.weights()
+        if self._is_asked:
+            storages = snapshot.inventory.storages
+            self._marks = [
+                (entry.name, key, *_mark(entry.tensor))
+                for key in storages
+                if key in self._weights
+                for entry in storages[key].entries
+                if entry.component in WEIGHTS
+            ]
 
     # -- partners ------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 
 from rl_session.audit.check import assert_log_is_consistent
+from rl_session.audit.envelope import loads_or_none
 from rl_session.audit.log import listening
-from rl_session.audit.records import Record, loads_or_none, to_record
+from rl_session.audit.records import Record, to_record
 from rl_session.audit.render import render_line
 
 __all__ = ["CapturedAudit", "captured_audit"]

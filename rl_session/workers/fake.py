@@ -272,7 +272,10 @@ class RankDevice:
         return reply.value
 
     def __getattr__(self, name: str) -> Any:
-        """A counter of the device: ``bytes_in``, ``bytes_out``, ``resident_bytes``, ``peak``, ``num_copies``, ..."""
+        """A counter of the device: ``bytes_in``, ``bytes_out``, ``resident_bytes``, ``peak``, ``num_copies``, ...
+
+        ``checksums`` are of the rank's storages by name, wherever their bytes are; gradients are not among them.
+        """
         if name.startswith("_"):
             raise AttributeError(name)
         return self._ask(name)

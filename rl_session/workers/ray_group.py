@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -34,6 +34,8 @@ _LOOK_SECONDS = 0.5
 """How often a slow call looks whether a rank has died meanwhile."""
 _GRACE_SECONDS = 5.0
 """How long ranks may stay in a call after another one was lost: it may be a collective that cannot end any more."""
+_WAKE_SECONDS = 1.0
+"""How long ranks have to come back once they were told to break off."""
 _START_SECONDS = 600.0
 """How long starting processes and building models may take, where a call may not take longer."""
 _END_SECONDS = 10.0
@@ -240,12 +242,6 @@ class RayGroup:
             ray.kill(self.actors[rank], no_restart=True)
         return self._note(rank, cause)
 
-    def _wake(self, ranks: Iterable[int]) -> None:
-        """Ask ranks that wait for a lost one to break off; NCCL does, gloo notices by its closed connection."""
-        for rank in list(ranks):
-            with suppress(Exception):
-                self.actors[rank].abort_collectives.remote()
-
     # -- leaving -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -285,12 +281,12 @@ class _Waiting:
         self._seconds = seconds
         self._start = time.monotonic()
         self._deadline = self._start + seconds
-        self._is_last = True
-        """Whether who is late at the deadline is killed; before, it is woken."""
         self._cause = ""
-        """Which rank cannot go on, and why."""
-        self._failed: frozenset[int] = frozenset()
-        """Ranks that have failed and only wait to say so."""
+        """Which rank cannot go on, and why; the others are then in a hurry."""
+        self._failed: Mapping[int, str] = {}
+        """Ranks that have failed and wait to say so to the others, with their errors."""
+        self._is_woken = False
+        """Whether those who wait were told to break off."""
         self._question: Any = None
 
     def look(self) -> None:
@@ -300,9 +296,10 @@ class _Waiting:
         for ref in ready:
             rank = self.pending.pop(ref)
             self.replies[rank] = self._group._read(rank, ref, self._method)  # noqa: SLF001 (a part of the group)
-            if isinstance(self.replies[rank], Lost) and not self._cause:
-                self._hurry(f"rank {rank} was lost", 0.0)
-        if self.pending and not self._cause:
+            if isinstance(self.replies[rank], Lost) and not self._is_woken:
+                self._hurry(f"rank {rank} was lost", _GRACE_SECONDS)
+                self._wake()
+        if self.pending and not self._is_woken:
             self._ask()
 
     def _ask(self) -> None:
@@ -311,42 +308,51 @@ class _Waiting:
         if self._question is None:
             if group.is_joined and 0 not in group._lost:  # noqa: SLF001 (a part of the group)
                 self._question = group.actors[0].serve_aside.remote(group.stamp, "trouble")
-            return
-        if not ray.wait([self._question], timeout=0)[0]:
-            return
-        question, self._question = self._question, None
-        with suppress(Exception):  # a rank that died is heard of by its own reply
-            told = ray.get(question)
-            if isinstance(told, Ok) and told.value:
-                self._failed = frozenset(told.value)  # type: ignore[call-overload]
-                rank, text = next(iter(told.value.items()))  # type: ignore[attr-defined]
-                self._hurry(f"rank {rank} failed ({text})", time.monotonic() - self._start)
+        elif ray.wait([self._question], timeout=0)[0]:
+            question, self._question = self._question, None
+            with suppress(RayActorError):  # a rank that died is heard of by its own reply
+                self._hear(ray.get(question))
+
+    def _hear(self, told: Reply) -> None:
+        was, self._failed = self._failed, cast("Mapping[int, str]", told.value) if isinstance(told, Ok) else {}
+        spent = time.monotonic() - self._start
+        if self._failed and not was:
+            rank, text = next(iter(self._failed.items()))
+            self._hurry(f"rank {rank} failed ({text})", _GRACE_SECONDS + spent)
+        elif was and not self._failed:  # the others have heard, and all of them are on their way back
+            self._cause, self._deadline = "", self._start + self._seconds
 
     def _hurry(self, cause: str, patience: float) -> None:
+        """Others wait for a rank that cannot go on: from now on they have ``patience`` seconds."""
         self._cause = cause
-        self._deadline = min(self._deadline, time.monotonic() + patience + _GRACE_SECONDS)
-        self._is_last = patience == 0.0
-        if self._is_last:
-            self._group._wake(self.pending.values())  # noqa: SLF001 (a part of the group)
+        self._deadline = min(self._deadline, time.monotonic() + patience)
+
+    def _wake(self) -> None:
+        """Tell those that wait to break off; NCCL does, gloo notices by the closed connection of a rank that ended."""
+        self._is_woken = True
+        for rank in self.pending.values():
+            with suppress(Exception):
+                self._group.actors[rank].abort_collectives.remote()
 
     def is_over(self) -> bool:
-        """Whether those who still wait are to be ended now; ranks that wait for one that failed are woken before."""
+        """Whether those who still wait are to be ended now; they are woken before, where the backend can."""
         if time.monotonic() < self._deadline:
             return False
-        if self._is_last:
-            return True
-        self._hurry(self._cause, 0.0)
-        return False
+        if self._cause and not self._is_woken:
+            self._wake()
+            self._deadline = time.monotonic() + _WAKE_SECONDS
+            return False
+        return True
 
     def late(self) -> dict[int, str]:
-        """Ranks to kill, and why; one that has failed says so once it is not waited for any more."""
-        text = f"was still in {self._method}() {_GRACE_SECONDS:g} s after {self._cause}, and was killed"
+        """Ranks to kill, and why; one that has failed says so by itself once the others are gone, or is the next."""
+        long = f"was still in {self._method}() long after {self._cause}, and was killed"
         slow = f"did not answer {self._method}() within {self._seconds:g} s, and was killed"
         stuck = {ref: rank for ref, rank in self.pending.items() if rank not in self._failed} or dict(self.pending)
+        self._deadline, self._failed = time.monotonic() + _END_SECONDS, {}
         for ref in stuck:
             del self.pending[ref]
-        self._deadline, self._failed = time.monotonic() + _GRACE_SECONDS, frozenset()
-        return dict.fromkeys(stuck.values(), text if self._cause else slow)
+        return dict.fromkeys(stuck.values(), long if self._cause else slow)
 
 
 def _attached(

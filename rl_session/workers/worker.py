@@ -195,7 +195,10 @@ class Worker:
         self._guard.come_first()
         still, self._still = self._still, None
         snapshot = self.engine.refresh() if still is None else still[0]
-        self._distrust(snapshot)
+        # What was handed to the caller and not looked at since, is distrusted already.
+        is_exposed = still is not None and self.engine.watch.stance is Stance.EXPOSED
+        if not is_exposed:
+            self._distrust(snapshot)
         before = snapshot.placement
         target = self._target(request, snapshot)
         if request.headroom is not None and (still is None or still[1] != target):
@@ -207,13 +210,13 @@ class Worker:
             if still is not None and still[1] == target:
                 report = MoveReport(before, (), (), 0, ())
             else:
-                report = self.engine.move(snapshot, target)
+                report = self.engine.move(snapshot, target, then=_stance_of(request))
         except BaseException:
             if request.stored is not None or request.leaves_library:
                 self.engine.expose()  # the outer mode stands all the same, and may be one in which anything writes
             raise
         self._undo = self._mode, before
-        self._after_move(request)
+        self._after_move(request, is_exposed=is_exposed and not report.moved)
         if live_dropped:
             self._trainer.step = None
         if self.is_private and not report.moved:
@@ -308,15 +311,19 @@ class Worker:
         was = snapshot.placement[Component.GRADS]
         return was is not Tier.NONE and target[Component.GRADS] is Tier.NONE
 
-    def _after_move(self, request: TransitionRequest) -> None:
-        """Decide what the host copies are worth from now on."""
+    def _after_move(self, request: TransitionRequest, *, is_exposed: bool) -> None:
+        """Decide what the host copies are worth from now on; ``is_exposed`` where the caller had all of it before, too."""
         was, self._mode = self._mode, request.mode
-        if not MODE_TABLE[request.mode].read_only:
+        stance = _stance_of(request)
+        if stance is Stance.EXPOSED:
             if MODE_TABLE[was].read_only:
                 self.engine.begin_snapshots()
-            self.engine.expose()
-        elif request.leaves_library or request.mode is Mode.OFFLOADED:
-            self.engine.rest()  # the library does nothing there, and anything else may
+            if is_exposed:
+                self.engine.watch.changed()
+            else:
+                self.engine.expose()
+        elif stance is Stance.AT_REST:
+            self.engine.rest()
         else:
             self.engine.protect()
 
@@ -673,6 +680,15 @@ class Worker:
             self._reference.close()
         self.engine.pool.trim()
         self.ranks.close()
+
+
+def _stance_of(request: TransitionRequest) -> Stance:
+    """Who may write once a transition is made."""
+    if not MODE_TABLE[request.mode].read_only:
+        return Stance.EXPOSED
+    if request.leaves_library or request.mode is Mode.OFFLOADED:
+        return Stance.AT_REST  # the library does nothing there, and anything else may
+    return Stance.PROTECTED
 
 
 def _own_rows(result: dict[str, Tensor], share: Share) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from rl_session.audit import EVENTS, AuditLog, Change, Event, StepCommitted, UnknownEvent, events, read_audit
+from rl_session.audit.envelope import ENVELOPE
 
 # The fields that the design lists. Written out again on purpose: renaming one breaks every reader.
 DESIGNED_FIELDS = {
@@ -94,10 +95,7 @@ def test_every_event_class_is_registered_under_a_name_of_its_own() -> None:
 
 def test_no_event_has_a_field_that_would_overwrite_the_envelope() -> None:
     taken = {
-        (name, field.name)
-        for name, cls in EVENTS.items()
-        for field in attrs.fields(cls)
-        if field.name in events.ENVELOPE
+        (name, field.name) for name, cls in EVENTS.items() for field in attrs.fields(cls) if field.name in ENVELOPE
     }
     assert not taken
 

@@ -31,7 +31,7 @@ from rl_session.audit import (
     read_audit,
     sibling_path,
 )
-from rl_session.audit import events as audit_events
+from rl_session.audit.envelope import ENVELOPE
 from rl_session.audit.render import render_line
 from rl_session.errors import AuditError
 
@@ -78,7 +78,7 @@ def test_a_line_has_the_whole_envelope_in_order_and_the_fields_flat_beside_it(pa
     with AuditLog(path, run_id="r1", source="rank:0") as log:
         assert log.write(EVENT, policy="actor") == 0
     (line,) = lines_of(path)
-    assert list(line) == [*audit_events.ENVELOPE, "reason"]
+    assert list(line) == [*ENVELOPE, "reason"]
     assert line["event"] == "policy.closed"
     assert line["source"] == "rank:0"
     assert line["step"] is None
@@ -587,7 +587,7 @@ def test_the_applications_structlog_neither_changes_the_log_nor_is_changed(
         structlog.contextvars.clear_contextvars()
     assert len(application_logs) == 1
     assert structlog.get_config() == before
-    assert [set(line) for line in lines_of(path)] == [{*audit_events.ENVELOPE, "reason"}] * 2
+    assert [set(line) for line in lines_of(path)] == [{*ENVELOPE, "reason"}] * 2
 
 
 def test_configuring_structlog_after_the_log_was_opened_changes_nothing(path: Path) -> None:

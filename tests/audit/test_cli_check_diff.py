@@ -7,8 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from click.testing import Result  # type: ignore[import-not-found,unused-ignore]
-from typer.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from rl_session.audit import EVENTS
 from rl_session.cli import _app
@@ -144,3 +143,6 @@ def test_every_command_has_help_with_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"rl-session audit {command}" in result.stdout
+    assert ("Arguments:\n" in result.stdout) == (command != "schema")
+    if command not in {"diff", "schema"}:
+        assert "  RUN  The log: the file given as audit_path. - reads standard input.\n" in result.stdout

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
+from rl_session.audit import EVENTS
 from rl_session.cli import _app
 
 
@@ -128,10 +129,61 @@ def test_nothing_that_matches_is_said_so(whole_run: Path) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "nothing matches\n")
 
 
-def test_a_bad_filter_is_refused_with_what_to_write(whole_run: Path) -> None:
-    result = CliRunner().invoke(_app, ["audit", "show", str(whole_run), "--step", "seven"])
-    assert result.exit_code == 2
-    assert "write: --step 7" in result.stderr
+def refusal(run: object, *arguments: str, input: bytes | None = None) -> list[str]:  # noqa: A002  # CliRunner's own name
+    """The lines of a refusal, which says nothing else."""
+    result = CliRunner().invoke(_app, ["audit", "show", str(run), *arguments], input=input)
+    assert (result.exit_code, result.stdout) == (2, "")
+    first, *lines = result.stderr.splitlines()
+    assert first == "AuditError: reading the filters"
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("option", "word", "fact", "remedy"),
+    [
+        ("--step", "seven", "is neither a number nor a range", "--step 7 or --step 3-9"),
+        ("--since", "soon", "is neither a number of seconds nor a date and time", "--since 12.5 or --since '2026-"),
+        ("--until", "1-1", "is neither a number of seconds nor a date and time", "--until 12.5 or --until '2026-"),
+    ],
+)
+def test_a_bad_filter_is_refused_with_what_to_write(
+    option: str, word: str, fact: str, remedy: str, whole_run: Path
+) -> None:
+    said, write = refusal(whole_run, option, word)
+    assert said == f"  {option} '{word}' {fact}"
+    assert write.startswith(f"  write: {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("guard.rejcted", "--event guard.rejected"),
+        ("gaurd.*", "--event 'guard.*'"),
+        ("GUARD.REJECTED", "--event guard.rejected"),
+        ("step", "--event with one of step.opened, step.committed, step.aborted"),
+        ("nope", f"--event with one of {', '.join(EVENTS)}"),
+        ("", f"--event with one of {', '.join(EVENTS)}"),
+    ],
+)
+def test_a_name_that_no_event_has_is_refused_with_those_that_are_near(name: str, near: str, whole_run: Path) -> None:
+    # Beside a name that there is: that one has something to show, and would hide the mistake.
+    assert refusal(whole_run, "--event", "scope.entered", "--event", name) == [
+        f"  no event is called {name!r}",
+        f"  write: {near}",
+    ]
+    assert refusal("-", "--event", name, input=whole_run.read_bytes()) == refusal(whole_run, "--event", name)
+
+
+def test_an_event_that_only_a_later_version_has_can_be_asked_for(fake_run) -> None:  # noqa: ANN001
+    fake_run.open("actor")
+    fake_run.write("later.thought", policy="actor", depth=3)
+    path = fake_run.save()
+    assert names(show(path, "--event", "later.*")) == ["later.thought"]
+    assert names(show(path, "--event", "later.thought", "--event", "guard.rejected")) == ["later.thought"]
+    assert refusal(path, "--event", "later.thoughts") == [
+        "  no event is called 'later.thoughts'",
+        "  write: --event later.thought",
+    ]
 
 
 def test_control_characters_of_a_name_do_not_reach_the_terminal(hostile_run) -> None:  # noqa: ANN001

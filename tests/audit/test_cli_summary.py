@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rl_session.audit import read_audit
 from rl_session.audit.summary import summarize
@@ -70,7 +70,16 @@ def test_where_did_the_time_of_a_step_go(whole_run: Path) -> None:
 def test_a_step_that_is_not_there_is_refused(whole_run: Path) -> None:
     result = CliRunner().invoke(_app, ["audit", "summary", str(whole_run), "--step", "99"])
     assert result.exit_code == 2
-    assert "the log has no record of that step" in result.stderr
+    assert result.stderr.splitlines()[1:] == [
+        "  the log has no record of that step; its steps are 0 to 2",
+        f"  write: rl-session audit summary {whole_run} --step 2",
+    ]
+    piped = CliRunner().invoke(_app, ["audit", "summary", "-", "--step", "99"], input=whole_run.read_bytes())
+    assert piped.exit_code == 2
+    assert piped.stderr.splitlines()[1:] == [
+        "  the log has no record of that step",
+        "  write: rl-session audit summary -",
+    ]
 
 
 def test_which_transition_was_slowest_and_which_moved_the_most(fake_run) -> None:  # noqa: ANN001

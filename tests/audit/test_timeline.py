@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rl_session.audit import read_audit
 from rl_session.audit.timeline import timeline_data, timeline_page

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
-import typer.main
 
 from rl_session.cli import _app
 
@@ -50,8 +50,8 @@ def wrong(words: list[str]) -> str:
 
 
 def wrong_subcommand(words: list[str]) -> str:
-    command = typer.main.get_command(_app)
-    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+    command: click.Command = _app
+    while words and isinstance(command, click.Group) and not words[0].startswith("-"):
         if words[0] not in command.commands:
             return f"no subcommand {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rl_session.cli import _app
 from rl_session.doctor import Level, examine, judge

@@ -50,6 +50,7 @@ def test_row_45_buffers_come_back_bit_for_bit(make: Make) -> None:
     rig = make()
     before = {name: value.clone() for name, value in rig.model.named_buffers()}
     rig.policy.offload()
+    assert rig.on_device() == []
     assert rig.device.resident_bytes == 0
     with rig.policy.logprob_mode():
         assert set(before) == {"scale", "inv_freq"}

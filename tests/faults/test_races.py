@@ -99,7 +99,7 @@ def test_threads_that_wait_take_turns_and_never_meet_inside(rig: Rig) -> None:
         start.wait(LIMIT)
         for _ in range(ROUNDS):
             with getattr(rig.policy, scope)(acquire_timeout=LIMIT):
-                meeting(scope, lambda: rig.policy.state_dict())
+                meeting(scope, rig.policy.state_dict)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(run, scopes))
@@ -157,16 +157,16 @@ def test_a_step_of_one_thread_is_not_committed_by_another(rig: Rig) -> None:
 def test_of_tasks_that_race_one_wins_and_the_others_are_told_or_wait(rig: Rig) -> None:
     meeting, contents = Meeting(), rig.contents()
 
-    async def enter(scope: str, timeout: float | None) -> str:
+    async def enter(scope: str, patience: float | None) -> str:
         try:
-            async with getattr(rig.policy, scope)(acquire_timeout=timeout):
-                await asyncio.to_thread(meeting, scope, lambda: rig.on_device())
+            async with getattr(rig.policy, scope)(acquire_timeout=patience):
+                await asyncio.to_thread(meeting, scope, rig.on_device)
                 return "inside"
         except rs.OwnershipError as error:
             return error.facts[0].split(" ")[1]
 
-    async def race(timeout: float | None) -> list[str]:
-        return list(await asyncio.gather(*(enter(s, timeout) for s in ("training_mode", "logprob_mode", "offloaded"))))
+    async def race(patience: float | None) -> list[str]:
+        return list(await asyncio.gather(*(enter(s, patience) for s in ("training_mode", "logprob_mode", "offloaded"))))
 
     assert sorted(asyncio.run(race(None))) == ["inside", "task", "task"]
     assert_free(rig, contents)

@@ -159,7 +159,7 @@ def test_row_12_a_state_dict_while_offloaded_comes_from_the_host_copies(make: Ma
     rig.policy.offload()
     with pytest.raises(OffloadedAccessError) as raised:
         rig.model.state_dict()
-    assert "policy.state_dict()" in raised.value.remedy
+    assert raised.value.remedy == "policy.state_dict()"
     copied = rig.device.bytes_in
     served: dict[str, Any] = rig.policy.state_dict()
     assert rig.device.bytes_in == copied

@@ -35,6 +35,7 @@ def test_an_exit_waits_until_nothing_is_in_flight(make: Make) -> None:
     rig = make()
     with rig.engine.awake():
         rig.fake.drain_in(3)
+    assert rig.fake.in_flight == 0, "nobody would look at it any more"
     assert (rig.engine.state, rig.engine_bytes) == ("asleep", 0)
 
 

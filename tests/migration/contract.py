@@ -155,6 +155,8 @@ class Contract:
 
     def _compute(self, name: str) -> str:
         needs, mode = COMPUTE[name]
+        if name == "train(eval)" and self.megatron:
+            needs = "PG"  # it zeroes the buffer for an evaluation too
         if name == "begin_train_step" and not self.megatron:
             needs = "PGO"  # legacy has no split step on DTensor: what the library's own needs
         if name == "abort_train_step" and not self.is_open:

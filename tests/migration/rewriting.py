@@ -28,7 +28,7 @@ def migrated(before: str, names: Names | None = None) -> Rewritten:
 def check(before: str, after: str, names: Names | None = None) -> tuple[Outcome, ...]:
     """Assert what becomes of code; returns what was said of its sites. ``after`` leaves out the import that is added."""
     result = migrated(before, names)
-    found = result.after.decode().replace(IMPORT, "", 1)
+    found = result.after.decode().replace(IMPORT, "", 1).replace(IMPORT.replace(", share", ""), "", 1)
     assert found.strip("\n") == dedent(after).strip("\n")
     return result.outcomes
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 import pytest
+from click.testing import CliRunner
 from tiny_legacy import Actors, policy_loss
-from typer.testing import CliRunner
 
 from loops.support import Timer, make_train_data, prompts_of
 from rl_session.cli import _app

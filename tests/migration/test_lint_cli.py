@@ -166,6 +166,40 @@ def test_a_comment_silences_its_line(comment: str, silent: bool) -> None:
     assert ("RLM001" not in [f.code for f in lint_text(text)]) is silent
 
 
+BROKEN_UP = """\
+def f(policy, d):
+    policy.offload_to_cpu()
+    policy.get_logprobs({first}
+        {second}
+    ){last}
+    policy.offload_to_cpu()
+    with timer.time(
+        policy.get_logprobs(d)
+    ):{header}
+        policy.get_logprobs(d)
+"""
+
+
+@pytest.mark.parametrize(
+    ("comments", "lines"),
+    [
+        ({}, [3, 8]),
+        ({"last": "  # noqa: RLM001"}, [8]),
+        ({"last": "  # noqa: RLM005"}, [3, 8]),
+        ({"first": "  # noqa: RLM001"}, [8]),
+        ({"second": "d  # noqa: RLM001"}, [3, 8]),
+        ({"header": "  # noqa: RLM001"}, [3]),
+        ({"second": '"# noqa: RLM001"'}, [3, 8]),
+    ],
+)
+def test_a_comment_at_the_end_of_a_statement_speaks_for_all_its_lines(
+    comments: dict[str, str], lines: list[int]
+) -> None:
+    text = BROKEN_UP.format(**{"first": "", "second": "d", "last": "", "header": "", **comments})
+    found = lint_text(text, config=LintConfig(select=("RLM001",)))
+    assert [finding.line for finding in found] == lines
+
+
 def test_the_project_is_asked_for_names_codes_and_folders(tmp_path: Path, run: Run) -> None:
     (tmp_path / "pyproject.toml").write_text(
         '[tool.rl-session.migrate]\npolicies = ["learner"]\nignore = ["policy"]\n'

@@ -50,6 +50,7 @@ FAILS: dict[str, type[Exception]] = {
     "RLM103": rs.NestingError,
     "RLM106": rs.ScopeReuseError,
     "RLM107": rs.ModeError,
+    "RLM108": rs.ModeError,
 }
 """What the wrong examples about scopes raise. The others define functions, or fail without raising."""
 FOREIGN = {"RLM000", "RLM017", "RLM104"}

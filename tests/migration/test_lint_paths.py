@@ -493,3 +493,63 @@ def test_the_attention_of_a_reader_is_drawn_to_what_decides() -> None:
         "policy.calibrate_qkv_fp8_scales() after finish_inference() on line 7 sent the parameters away, "
         "when `step >= warm` on line 8 is false"
     )
+
+
+@pytest.mark.parametrize("reset", ["", "stale = maybe()"])
+def test_a_test_of_two_names_comes_out_the_same_again_until_one_of_them_is_assigned(reset: str) -> None:
+    text = f"""
+        def f(policy, gen, batches, need, stale, loss):
+            for batch in batches:
+                if need and stale:
+                    refit_policy_generation(policy, gen, True)
+                    stale = False
+                else:
+                    policy.offload_after_refit()
+                    gen.prepare_for_generation()
+                if batch is None:
+                    {reset or "pass"}
+                    continue
+                gen.finish_generation()
+                policy.prepare_for_training()
+                stale = True
+                policy.train(batch, loss)
+    """
+    assert codes(text) == (["RLM011"] if reset else [])
+
+
+def test_a_helper_that_puts_the_engine_to_sleep_under_the_name_of_its_parameter() -> None:
+    text = """
+        def validate(policy_generation, policy):
+            {sleep}
+            policy.prepare_for_training()
+
+        def f(student_generation, policy, batch):
+            assert student_generation.prepare_for_generation()
+            student_generation.generate(batch)
+            validate(student_generation, policy)
+    """
+    assert codes(text.format(sleep="policy_generation.finish_generation()")) == []
+    assert codes(text.format(sleep="pass")) == ["RLM010"]
+
+
+def test_a_method_that_no_rule_knows_is_a_use() -> None:
+    text = """
+        def f(teacher_policy, batch):
+            teacher_policy.prepare_for_lp_inference()
+            {use}
+            teacher_policy.offload_after_refit()
+    """
+    assert codes(text.format(use="x = teacher_policy.get_teacher_logits_ipc(batch)")) == []
+    assert codes(text.format(use="x = other.get_teacher_logits_ipc(batch)")) == ["RLM002"]
+
+
+def test_an_engine_that_an_actor_has_may_be_put_to_sleep_there() -> None:
+    text = """
+        def f(policy, policy_generation, batch):
+            actor = Rollouts.remote({handed})
+            assert policy_generation.prepare_for_generation()
+            ray.get(actor.rollout.remote(batch))
+            policy.prepare_for_training()
+    """
+    assert codes(text.format(handed="policy_generation")) == []
+    assert codes(text.format(handed="batch")) == ["RLM010"]

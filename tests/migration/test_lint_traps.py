@@ -226,6 +226,71 @@ TRAPS = [
         "ray.get(policy.broadcast_weights_for_collective())\nray.get(gen.update_weights_from_collective())",
         "a = policy.broadcast_weights_for_collective()\nb = gen.update_weights_from_collective()\nray.get(a)\nray.get(b)",
     ),
+    *(
+        Trap(
+            f"waiting for {name} of a transfer with {wait}, before the other is started",
+            "RLM012",
+            f"a = {first}\n{wait}\nb = {second}\nray.get(b)",
+            f"a = {first}\nb = {second}\n{wait}\nray.get(b)",
+        )
+        for name, first, second in (
+            ("the sending side", "policy.broadcast_weights_for_collective()", "gen.update_weights_from_collective()"),
+            ("the receiving side", "gen.update_weights_via_ipc_zmq()", "policy.stream_weights_via_ipc_zmq(m)"),
+        )
+        for wait in ("ray.get(a)", "a[0].result()", "x = [f.result() for f in a]", "for f in a:\n    ray.get(f)")
+    ),
+    Trap(
+        "waiting for the receiving side in the call that starts it",
+        "RLM012",
+        "ray.get(gen.update_weights_from_collective())\nray.get(policy.broadcast_weights_for_collective())",
+        "ray.get([*gen.update_weights_from_collective(), *policy.broadcast_weights_for_collective()])",
+    ),
+    Trap(
+        "a branch that waits for one side where another branch rightly has one side alone",
+        "RLM012",
+        "if c:\n    a = policy.broadcast_weights_for_collective()\n    ray.get(a)\n"
+        "    b = gen.update_weights_from_collective()\n    ray.get(b)",
+        "if c:\n    a = policy.stream_weights_via_http(m)\n    ray.get(a)\n"
+        "else:\n    a = policy.broadcast_weights_for_collective()\n    b = gen.update_weights_from_collective()\n"
+        "    ray.get(a)\n    ray.get(b)",
+    ),
+    Trap(
+        "generating with the weights alone",
+        "RLM006",
+        "ok = gen.prepare_for_generation(tags=['weights'])\ngen.generate(b)",
+        "ok = gen.prepare_for_generation(tags=['weights'])\nok = gen.prepare_for_generation(tags=['kv_cache'])\ngen.generate(b)",
+    ),
+    Trap(
+        "a rollout with the KV cache alone",
+        "RLM006",
+        "gen.finish_generation()\nok = gen.prepare_for_generation(tags=['kv_cache'])\nrun_rollout(gen, b)",
+        "gen.finish_generation()\nok = gen.prepare_for_generation(tags=tags)\nrun_rollout(gen, b)",
+    ),
+    Trap(
+        "training in an open step",
+        "RLM004",
+        "policy.begin_train_step(f)\npolicy.train(b, f)\npolicy.finish_train_step()",
+        "policy.begin_train_step(f)\npolicy.finish_train_step()\npolicy.train(b, f)",
+    ),
+    Trap(
+        "evaluating in an open step",
+        "RLM004",
+        "policy.begin_train_step(f)\npolicy.train(b, f, eval_mode=True)",
+        "policy.begin_train_step(f)\npolicy.abort_train_step()\npolicy.train(b, f, eval_mode=True)",
+    ),
+    Trap(
+        "logprobs under a checkpoint that is still being written",
+        "RLM018",
+        "policy.save_checkpoint(p)\npolicy.prepare_for_lp_inference()",
+        "policy.save_checkpoint(p)\nmanager.begin_finalization(p, wait_fn=policy.finalize_async_save)\n"
+        "policy.prepare_for_lp_inference()",
+    ),
+    Trap(
+        "logprobs that keep nothing under a checkpoint that is still being written",
+        "RLM018",
+        "policy.save_checkpoint(p)\npolicy.prepare_for_lp_inference(keep_train_buffers=False)",
+        "policy.save_checkpoint(p)\npolicy.prepare_for_lp_inference(keep_train_buffers=True)",
+    ),
     Trap(
         "offloading under a transfer",
         "RLM013",
@@ -241,6 +306,108 @@ TRAPS = [
         "with scopes(policy).refit_mode():\n    a = policy.broadcast_weights_for_collective()\n    ray.get(a)",
     ),
 ]
+
+
+OURS = """
+import rl_session as rs
+from rl_session_migrate import LegacyGeneration, LegacyPolicy
+"""
+
+SCOPED = [
+    Trap(
+        "a shim call inside a scope, by the policy's second handle",
+        "RLM104",
+        "shim = LegacyPolicy(policy)\nwith policy.training_mode():\n    shim.prepare_for_lp_inference()",
+        "shim = LegacyPolicy(policy)\nwith policy.training_mode():\n    shim.train(b, f)\nshim.prepare_for_lp_inference()",
+    ),
+    Trap(
+        "a shim call inside a scope, by a handle made with a keyword",
+        "RLM104",
+        "shim = LegacyPolicy(policy=policy, backend='megatron')\nwith policy.training_mode():\n    shim.offload_to_cpu()",
+        "shim = LegacyPolicy(policy=policy, backend='megatron')\nshim.offload_to_cpu()",
+    ),
+    Trap(
+        "what the second handle sent away",
+        "RLM001",
+        "shim = LegacyPolicy(policy)\nshim.offload_to_cpu()\nshim.get_logprobs(b)",
+        "shim = LegacyPolicy(policy)\nshim.offload_to_cpu()\nwith policy.logprob_mode():\n    shim.get_logprobs(b)",
+    ),
+    Trap(
+        "a wake inside the engine's scope, by its legacy handle",
+        "RLM104",
+        "gen = LegacyGeneration(engine)\nwith engine.awake():\n    ok = gen.prepare_for_generation()",
+        "gen = LegacyGeneration(engine)\nok = gen.prepare_for_generation()",
+    ),
+    Trap(
+        "training after a scope that comes back to where a legacy call left the policy",
+        "RLM007",
+        "shim = LegacyPolicy(policy)\nshim.prepare_for_lp_inference()\nwith policy.training_mode():\n    policy.train(b, f)\n"
+        "shim.train(b, f)",
+        "shim = LegacyPolicy(policy)\nshim.prepare_for_training()\nwith policy.logprob_mode():\n    policy.get_logprobs(b)\n"
+        "shim.train(b, f)",
+    ),
+    Trap(
+        "a scope that comes back to the host, where no switch says otherwise",
+        "RLM107",
+        "mine = rs.attach(m, p)\nwith mine.logprob_mode():\n    pass\nmine.get_logprobs(b)",
+        "mine = rs.attach(m, p)\nmine.switch('resident')\nwith mine.logprob_mode():\n    pass\nmine.get_logprobs(b)",
+    ),
+    Trap(
+        "a call that the mode of a switch does not have",
+        "RLM007",
+        "policy.switch(rs.Mode.LOGPROB)\npolicy.train(b, f)",
+        "policy.switch(rs.Mode.TRAINING)\npolicy.train(b, f)",
+    ),
+    Trap(
+        "a scope that is entered without being made",
+        "RLM101",
+        "with policy.training_mode:\n    pass",
+        "with policy.training_mode():\n    pass",
+    ),
+    Trap("a scope that is only named", "RLM101", "policy.refit_mode", "make = policy.refit_mode"),
+    Trap(
+        "a handle after its scope",
+        "RLM108",
+        "with policy.training_mode() as h:\n    pass\nh.train(b, f)",
+        "with policy.training_mode() as h:\n    h.train(b, f)\nwith policy.logprob_mode() as h:\n    h.get_logprobs(b)",
+    ),
+    Trap(
+        "a step after its block",
+        "RLM108",
+        "with policy.training_mode(), policy.begin_step() as step:\n    pass\nstep.forward_backward(b, f)",
+        "with policy.training_mode(), policy.begin_step() as step:\n    step.forward_backward(b, f)",
+    ),
+    Trap(
+        "training in an open step of this library",
+        "RLM009",
+        "with policy.training_mode():\n    step = policy.begin_step()\n    policy.train(b, f)",
+        "with policy.training_mode():\n    step = policy.begin_step()\n    policy.train(b, f, eval_mode=True)\n    step.commit()",
+    ),
+    Trap(
+        "a second step",
+        "RLM009",
+        "with policy.training_mode():\n    step = policy.begin_step()\n    step = policy.begin_step()",
+        "with policy.training_mode():\n    step = None\n    for x in b:\n        step = step or policy.begin_step()\n"
+        "    step.commit()",
+    ),
+    Trap(
+        "sampling from a part of an engine, in its scope",
+        "RLM006",
+        "with engine.awake(tags=['weights']) as e:\n    e.generate(b)",
+        "with engine.awake(tags=['weights']) as e:\n    pass\nwith engine.awake() as e:\n    e.generate(b)",
+    ),
+]
+
+
+@pytest.mark.parametrize("trap", SCOPED, ids=lambda trap: trap.name)
+def test_a_mistake_beside_scopes_is_found_and_its_mended_twin_is_not(trap: Trap) -> None:
+    def codes(body: str) -> list[str]:
+        lines = "".join(f"    {line}\n" for line in body.splitlines())
+        text = f"{OURS}def step(policy: rs.Policy, engine: rs.VLLMEngine, b, f, m, p):\n{lines}"
+        return [finding.code for finding in lint_text(text)]
+
+    assert trap.code in codes(trap.wrong)
+    assert codes(trap.fine) == []
 
 
 def codes_of(body: str, arguments: str = "policy, value_model, gen, b, f, m, p, c, streaming, flag") -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from rl_session.cli import _app
 

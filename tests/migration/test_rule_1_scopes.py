@@ -252,7 +252,9 @@ def test_the_import_stands_behind_the_others() -> None:
 
 def test_names_from_the_configuration() -> None:
     before = "def f(learner, b):\n    learner.prepare_for_training()\n    learner.train(b, None)\n"
-    assert not migrated(before).outcomes
+    unknown = migrated(before)
+    assert [outcome.tenant for outcome in unknown.outcomes] == ["unknown"]
+    assert not unknown.changed
     after = (
         "def f(learner, b):\n    share(learner, only_colocated=True)\n"
         "    with scopes(learner).training_mode():\n        learner.train(b, None)\n"
@@ -275,3 +277,77 @@ def test_homonyms_are_not_touched() -> None:
                 self._prepare_for_training_step()
         """
     assert not migrated(code).changed
+
+
+def test_a_name_that_becomes_another_policy_registers_both() -> None:
+    check(
+        """
+        def f(policy, other_policy, batch):
+            policy.prepare_for_training()
+            policy.train(batch, None)
+            policy = other_policy
+            policy.prepare_for_training()
+            policy.train(batch, None)
+        """,
+        """
+        def f(policy, other_policy, batch):
+            share(policy, other_policy, only_colocated=True)
+            with scopes(policy).training_mode():
+                policy.train(batch, None)
+            policy = other_policy
+            with scopes(policy).training_mode():
+                policy.train(batch, None)
+        """,
+    )
+
+
+def test_a_policy_made_between_scopes_is_registered_where_it_is_made_and_the_one_before_is_released() -> None:
+    check(
+        """
+        from nemo_rl.models.policy.lm_policy import Policy
+
+        def f(policy: Policy, cfg, batch):
+            policy.prepare_for_training()
+            policy.train(batch, None)
+            policy.offload_to_cpu()
+            policy = Policy(cfg)
+            policy.prepare_for_training()
+            policy.train(batch, None)
+        """,
+        """
+        from nemo_rl.models.policy.lm_policy import Policy
+
+        def f(policy: Policy, cfg, batch):
+            share(policy, only_colocated=True)
+            with scopes(policy).training_mode():
+                policy.train(batch, None)
+            scopes(policy).offload()
+            policy = Policy(cfg)
+            share(policy, only_colocated=True)
+            with scopes(policy).training_mode():
+                policy.train(batch, None)
+        """,
+    )
+
+
+def test_a_save_that_nothing_prepares_stands_outside_scopes_and_what_it_moved_is_not_believed() -> None:
+    """An engine may be serving meanwhile: a scope would put it to sleep."""
+    check(
+        """
+        def f(policy, policy_generation, batch, path):
+            policy.prepare_for_training()
+            policy.train(batch, None)
+            refit_policy_generation(policy, policy_generation, True)
+            policy.save_checkpoint(path)
+        """,
+        """
+        def f(policy, policy_generation, batch, path):
+            share(policy, policy_generation, only_colocated=True)
+            with scopes(policy).training_mode():
+                policy.train(batch, None)
+            with scopes(policy).legacy_refit(policy_generation):
+                refit_policy_generation(policy, policy_generation, True)
+            policy.save_checkpoint(path)
+            scopes(policy).forget()
+        """,
+    )

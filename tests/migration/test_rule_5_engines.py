@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rewriting import check, kept, migrated, rewritten
+from rewriting import check, kept, migrated, rewritten, said
 
 
 def test_nothing_happens_to_an_engine_that_is_only_used() -> None:
@@ -24,7 +24,6 @@ def test_one_run_of_statements_becomes_a_scope() -> None:
         """,
         """
         def f(policy_generation, batch, timer):
-            share(policy_generation, only_colocated=True)
             with timer.time("generation"):
                 with scopes(policy_generation).awake():
                     a = policy_generation.generate(batch)
@@ -56,8 +55,6 @@ def test_a_wake_in_one_arm_and_a_push_in_the_other_lead_to_the_same_scope() -> N
                 with scopes(policy).legacy_refit(policy_generation):
                     refit_policy_generation(policy, policy_generation, colocated)
                 stale = False
-            else:
-                pass
             with scopes(policy_generation).awake():
                 batch = rollout(policy_generation, batch)
             return batch
@@ -74,7 +71,6 @@ def test_a_wake_whose_use_is_not_in_sight_keeps_its_place_and_raises() -> None:
         """,
         """
         def f(policy_generation, actor, batch):
-            share(policy_generation, only_colocated=True)
             scopes(policy_generation).wake()
             wait(actor.rollout.remote(batch))
         """,
@@ -103,8 +99,7 @@ def test_a_wake_with_a_use_on_some_paths_only_keeps_its_place() -> None:
 def test_tags_are_kept() -> None:
     check(
         "def f(policy_generation):\n    policy_generation.prepare_for_generation(tags=['weights'])\n",
-        "def f(policy_generation):\n    share(policy_generation, only_colocated=True)\n"
-        "    scopes(policy_generation).wake(tags=['weights'])\n",
+        "def f(policy_generation):\n    scopes(policy_generation).wake(tags=['weights'])\n",
     )
 
 
@@ -120,7 +115,6 @@ def test_a_sleep_in_finally_keeps_its_place() -> None:
         """,
         """
         def f(policy_generation, batch):
-            share(policy_generation, only_colocated=True)
             scopes(policy_generation).wake()
             try:
                 return policy_generation.generate(batch)
@@ -205,8 +199,44 @@ def test_a_push_written_out_becomes_the_refit_block(opening: str) -> None:
 
 def test_a_push_under_several_conditions_stays_whole() -> None:
     code = PUSH.format(open="").replace("policy.offload_after_refit()", "if colocated: policy.offload_after_refit()")
-    text = kept(code, "do not stand under one condition", changed=False)
-    assert "scopes(" not in text
+    text = kept(code, "do not stand under one condition")
+    assert text.count("scopes(policy)") == 2
+    # What the first call moved is not believed, and the release is an offload() in its place.
+    assert "policy.offload_before_refit()\n    scopes(policy).forget()\n" in text
+    assert "    if colocated: scopes(policy).offload()\n" in text
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        ("sync(policy)", "handed on with its weights on the device"),
+        ("wait(policy.broadcast_weights_for_collective())", "pushes weights outside a refit block"),
+    ],
+)
+def test_a_release_behind_which_the_weights_are_needed_stays(use: str, why: str) -> None:
+    """It leaves the parameters on the device, and an ``offload()`` in its place would not."""
+    code = "def f(policy, policy_generation, sync):\n    policy.offload_before_refit()\n    {}\n"
+    kept(code.format(use), why, changed=False)
+    assert rewritten(migrated(code.format("return 1")).outcomes)
+
+
+def test_a_push_by_a_synchroniser_inside_a_helper_stands_in_its_callers_block() -> None:
+    code = PUSH.format(open="").replace("policy.offload_after_refit()", "if colocated: policy.offload_after_refit()")
+    code = code.replace("def refit(", "def refit_policy_generation(").replace(
+        "    policy.offload_before_refit()",
+        "    if policy_generation.weight_synchronizer is not None:\n"
+        "            return policy_generation.weight_synchronizer.sync_weights()\n        policy.offload_before_refit()",
+    )
+    result = migrated(
+        code
+        + """
+    def train(policy, policy_generation):
+        refit_policy_generation(policy, policy_generation, True, None)
+    """
+    )
+    assert result.after.decode().count("legacy_refit(") == 1
+    assert result.after.decode().count("share(") == 1  # its callers say who shares
+    assert ("sync_weights", "rewritten") in said(result.outcomes)
 
 
 def test_a_push_that_does_more_in_between_stays_whole() -> None:
@@ -279,7 +309,6 @@ def test_a_validation_that_may_fail_still_sleeps() -> None:
         """,
         """
         def f(policy_generation, batch):
-            share(policy_generation, only_colocated=True)
             try:
                 with scopes(policy_generation).awake():
                     metrics = validate_all(policy_generation, batch)
@@ -301,7 +330,6 @@ def test_awaited_uses_of_an_engine_are_in_an_async_scope() -> None:
         """,
         """
         async def f(policy_generation, batch):
-            share(policy_generation, only_colocated=True)
             async with scopes(policy_generation).awake():
                 out = await policy_generation.generate(batch)
             return out

@@ -30,13 +30,13 @@ OPEN_STEP = """
 @pytest.mark.parametrize(
     ("code", "why", "shape"),
     [
-        (OPEN_STEP, "a train step stays open here between calls", "to_thread"),
+        (OPEN_STEP, "", "to_thread"),
         (
             (
                 "def f(policy, chunks):\n    policy.prepare_for_training()\n    policy.begin_train_step(None)\n"
                 "    for c in chunks:\n        policy.train_microbatches_from_meta(c)\n    policy.finish_train_step()\n"
             ),
-            "a train step stays open here between calls",
+            "works on a train step that stays open between calls",
             "call",
         ),
         ("def f(policy):\n    save(wait_fn=policy.offload_to_cpu)\n", "passed as a value: who calls it", "value"),
@@ -74,6 +74,14 @@ def test_every_shape_that_stays_is_explained(code: str, why: str, shape: str) ->
         assert outcome.line > 1
         assert outcome.function == ("step" if code is OPEN_STEP else "f.<lambda>" if "lambda" in code else "f")
     assert f"# {MARK}" in text
+
+
+def test_where_a_step_is_open_is_told_from_what_stands_before_it() -> None:
+    assert [outcome.why for outcome in migrated(OPEN_STEP).outcomes] == [
+        "the method is passed as a value and runs in a thread",
+        "a train step stays open here between calls",
+        "a train step stays open here between calls",
+    ]
 
 
 def test_an_actor_of_another_process_is_no_handle() -> None:

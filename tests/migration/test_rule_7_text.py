@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rewriting import check, migrated
+from rewriting import check, kept, migrated
 
 from rl_session_migrate.codemod.rewrite import rewrite
 
@@ -258,3 +258,32 @@ def _calls(code: str) -> list[str]:
                 found.append((node.lineno, node.col_offset, ast.unparse(node)))
     in_order = sorted(found)
     return [text for _, _, text in in_order]
+
+
+def test_statements_on_one_line_get_a_line_each_where_one_of_them_moves_a_tenant() -> None:
+    outcomes = check(
+        """
+        def f(policy, b):
+            # train
+            policy.prepare_for_training(); r = policy.train(b, None); policy.offload_to_cpu()  # and leave
+            x = 1; y = 2
+            return r, x, y
+        """,
+        """
+        def f(policy, b):
+            share(policy, only_colocated=True)
+            # train
+            with scopes(policy).training_mode():
+                r = policy.train(b, None)
+            scopes(policy).offload()  # and leave
+            x = 1; y = 2
+            return r, x, y
+        """,
+    )
+    assert [outcome.line for outcome in outcomes] == [4, 4]
+
+
+def test_statements_on_one_line_stay_there_where_nothing_is_rewritten() -> None:
+    code = "def f(policy, pool):\n    policy.prepare_for_training(); pool.submit(policy.train, 1)\n"
+    text = kept(code, "runs in another thread or task", changed=False)
+    assert "policy.prepare_for_training(); pool.submit" in text

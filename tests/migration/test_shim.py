@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import pickle
 import pydoc
+import re
 import sys
 import threading
 import types
@@ -24,7 +25,15 @@ from torch import Tensor, nn
 
 import rl_session as rs
 from rl_session.testing import EmulatedDevice
-from rl_session_migrate import BatchedDataDict, LegacyConfig, LegacyPolicy, LegacyValue, as_loss_fn
+from rl_session_migrate import (
+    BatchedDataDict,
+    LegacyConfig,
+    LegacyGeneration,
+    LegacyPolicy,
+    LegacySynchronizer,
+    LegacyValue,
+    as_loss_fn,
+)
 
 quiet = pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
 
@@ -432,7 +441,9 @@ def test_a_legacy_batch_has_the_methods_that_loops_use() -> None:
     assert "rewards" in data
     part = data.slice(1, 3)
     assert (part.size, part["names"], part["scale"]) == (2, ["b", "c"], 2.0)
-    assert data.repeat_interleave(2)["names"] == ["a", "a", "b", "b", "c", "c"]
+    assert BatchedDataDict[int] is BatchedDataDict
+    assert data.get_multimodal_dict(as_tensors=True) == {}
+    assert data.repeat_interleave(2, share_immutable_media=True)["names"] == ["a", "a", "b", "b", "c", "c"]
     assert data.select_indices([2, 0])["input_ids"].tolist() == [[4, 5], [0, 1]]
     assert [each.size for each in data.make_microbatch_iterator(2)] == [2, 1]
     assert data.chunk(2, 3)["names"] == ["c"]
@@ -493,7 +504,11 @@ def test_a_checkpoint_can_be_loaded_again_and_says_where_the_optimizer_is(
     rig.legacy.offload_to_cpu()
     saved = rig.policy.state_dict()
     result = rig.legacy.save_checkpoint(
-        weights_path=str(tmp_path / "w"), optimizer_path=str(tmp_path / "o"), tokenizer_path="t", checkpointing_cfg={}
+        weights_path=str(tmp_path / "w"),
+        optimizer_path=str(tmp_path / "o"),
+        tokenizer_path="t",
+        checkpointing_cfg={},
+        is_final_checkpoint=True,
     )
     assert result is None
     assert str(tmp_path / "w") in (tmp_path / "o" / "READ_ME.txt").read_text(encoding="utf-8")
@@ -690,20 +705,132 @@ def test_a_transition_that_fails_leaves_everything_and_can_be_made_again(make: M
     assert rig.seen() == {"P": "cpu", "G": "none", "O": "cpu", "M": "eval"}
 
 
+@quiet
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("freeing", ["prepare_for_lp_inference", "offload_before_refit", "offload_to_cpu"])
+@pytest.mark.parametrize("eval_mode", [False, True])
+def test_on_megatron_training_after_the_gradient_buffer_was_freed_names_the_call_that_brings_it_back(
+    make: Make, freeing: str, *, flat: bool, eval_mode: bool
+) -> None:
+    rig = make(backend="megatron", flat=flat)
+    rig.legacy.prepare_for_training()
+    rig.legacy.train(batch(), loops.NextTokenLoss())
+    getattr(rig.legacy, freeing)()
+    rig.legacy.prepare_for_lp_inference(keep_train_buffers=True)  # brings weights in, and no buffer back
+    rig.legacy.get_logprobs(batch())
+    before = (rig.seen(), rig.policy.mode)
+    with pytest.raises(rs.ModeError) as refused:
+        rig.legacy.train(batch(), loops.NextTokenLoss(), eval_mode=eval_mode)
+    assert "GRADS" in refused.value.attempted
+    assert "policy.prepare_for_training()" in refused.value.remedy
+    assert "with policy.training_mode(): policy.train(...)" in refused.value.remedy
+    assert (rig.seen(), rig.policy.mode) == before
+    with rig.legacy.training_mode():
+        rig.legacy.train(batch(), loops.NextTokenLoss())
+    with pytest.raises(rs.ModeError):  # a scope comes back to where the legacy call left the policy
+        rig.legacy.begin_train_step(loops.NextTokenLoss())
+    rig.legacy.prepare_for_training()
+    rig.legacy.train(batch(), loops.NextTokenLoss(), eval_mode=eval_mode)
+    rig.legacy.get_logprobs(batch())  # leaves eval, and frees nothing
+    rig.legacy.train(batch(), loops.NextTokenLoss(), eval_mode=eval_mode)
+
+
+@quiet
+def test_a_buffer_that_was_freed_stays_so_past_a_save_a_park_and_a_sample(make: Make, tmp_path: Path) -> None:
+    rig = make(backend="megatron")
+    engine = LegacyGeneration(rs.InProcessEngine(rig.policy, max_new_tokens=1), backend="megatron")
+    rig.legacy.prepare_for_training()
+    rig.legacy.train(batch(), loops.NextTokenLoss())
+    for between in (
+        lambda: rig.legacy.save_checkpoint(tmp_path / "w", tmp_path / "o"),
+        lambda: (rig.legacy.finish_inference(), rig.legacy.prepare_for_lp_inference(keep_train_buffers=True)),
+        lambda: (engine.prepare_for_generation(), engine.generate(make_batch(length=3))),
+        lambda: rig.legacy.generate(make_batch(length=3)),
+    ):
+        rig.legacy.prepare_for_training()
+        rig.legacy.prepare_for_lp_inference()
+        between()
+        with pytest.raises(rs.ModeError, match="needs GRADS"):
+            rig.legacy.train(batch(), loops.NextTokenLoss())
+    rig.policy.switch("training")  # the library's own word brings everything in
+    rig.legacy.train(batch(), loops.NextTokenLoss())
+
+
+@quiet
+def test_the_buffer_of_an_open_step_is_kept_and_training_goes_on_after_it(make: Make) -> None:
+    rig = make(backend="megatron")
+    rig.legacy.prepare_for_training()
+    rig.legacy.begin_train_step(loops.NextTokenLoss())
+    rig.legacy.train_microbatches(batch())
+    rig.legacy.prepare_for_lp_inference()
+    rig.legacy.get_logprobs(batch())
+    rig.legacy.train_microbatches(batch())
+    rig.legacy.finish_train_step()
+    rig.legacy.train(batch(), loops.NextTokenLoss())
+    rig.legacy.begin_train_step(loops.NextTokenLoss())
+    rig.legacy.train_microbatches(batch())
+    rig.legacy.prepare_for_lp_inference()
+    rig.legacy.abort_train_step()
+    rig.legacy.train(batch(), loops.NextTokenLoss())
+
+
+@quiet
+@pytest.mark.parametrize("call", ["begin_train_step", "train"])
+def test_errors_of_the_split_step_speak_of_its_legacy_calls(make: Make, call: str) -> None:
+    rig = make(backend="megatron")
+    loss = loops.NextTokenLoss()
+    rig.legacy.prepare_for_training()
+    for orphan in (lambda: rig.legacy.train_microbatches(batch()), rig.legacy.finish_train_step):
+        with pytest.raises(rs.StepClosedError, match="no train step is open") as refused:
+            orphan()
+        assert "policy.begin_train_step(loss_fn)" in refused.value.remedy
+    rig.legacy.begin_train_step(loss)
+    rig.legacy.train_microbatches(batch())
+    held = rig.gradient_bytes()
+    arguments = (loss,) if call == "begin_train_step" else (batch(), loss)
+    with pytest.raises(rs.OpenStepError) as refused:
+        getattr(rig.legacy, call)(*arguments)
+    assert refused.value.attempted == f"policy 'actor': {call}() at {here(-1)} while a train step is open"
+    assert "policy.finish_train_step()  # or policy.abort_train_step()" in refused.value.remedy
+    assert rig.gradient_bytes() == held
+    rig.legacy.finish_train_step()
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        ("prepare_for_generation", "nothing; a policy is no engine"),
+        ("finish_generation", "nothing; a policy is no engine"),
+        ("invalidate_kv_cache", "nothing; a policy is no engine"),
+        ("abort_train_step", "step.abort()"),
+    ],
+)
+def test_calls_that_do_nothing_warn_once_too(make: Make, call: str, instead: str) -> None:
+    rig = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            getattr(rig.legacy, call)()
+    (warned,) = caught
+    assert warned.category is DeprecationWarning
+    assert f"policy.{call}()" in str(warned.message)
+    assert instead in str(warned.message)
+
+
 # -- help ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [LegacyPolicy, LegacyValue])
+@pytest.mark.parametrize("kind", [LegacyPolicy, LegacyValue, LegacyGeneration, LegacySynchronizer])
 def test_help_gives_the_contract_of_every_method_and_where_to_read_on(kind: type) -> None:
     text = pydoc.plain(pydoc.render_doc(kind))
     names = [name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
     for name in names:
         assert name in text
         assert inspect.getdoc(getattr(kind, name)), name
-    lifecycle = [
-        n for n in names if n.startswith(("prepare_for_t", "prepare_for_lp", "prepare_for_i", "finish_", "offload_"))
-    ]
-    for name in lifecycle:
+    for name in (name for name in dir(kind) if not name.startswith("_")):
         told = inspect.getdoc(getattr(kind, name)) or ""
-        assert "Contract:" in told or "As :meth:" in told or "True." in told or "another name" in told, name
-        assert "docs/legacy-api.md" in told or "True." in told, name
+        assert "Contract:" in told, name
+        assert re.search(r"Guide:\s+docs/legacy-api\.md\.", told), name
+    assert "migration/README.md" in (kind.__doc__ or "")
+    for page in ("docs/legacy-api.md", "migration/README.md"):
+        assert (Path(__file__).parents[2] / page).is_file()

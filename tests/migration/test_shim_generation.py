@@ -17,7 +17,13 @@ from shim_rig import Actor
 import rl_session as rs
 from rl_session.audit.check import assert_log_is_consistent
 from rl_session.testing import EmulatedDevice, FakeEngine
-from rl_session_migrate import BatchedDataDict, LegacyGeneration, LegacyPolicy, refit_policy_generation
+from rl_session_migrate import (
+    BatchedDataDict,
+    LegacyGeneration,
+    LegacyPolicy,
+    LegacySynchronizer,
+    refit_policy_generation,
+)
 from rl_session_migrate.shim import transfer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
@@ -174,6 +180,8 @@ def test_the_others_drop_what_they_are_given(make: Make) -> None:
     assert not hasattr(rig.generation, "weight_synchronizer")
     assert not hasattr(rig.generation, "snapshot_step_metrics")
     assert rig.generation.prepare_refit_info({}) is None
+    assert rig.generation.get_logger_metrics() == {}
+    assert rig.generation.clear_logger_metrics() is None
     with pytest.raises(rs.UnsupportedError):
         pickle.dumps(rig.generation)
     assert rig.generation.shutdown() is True
@@ -301,6 +309,42 @@ def test_a_synchronizer_that_is_attached_does_all_of_it(make: Make) -> None:
     assert rig.fake.calls == []
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_synchronizer_of_the_shim_serves_a_helper_that_would_wait_with_ray(make: Make, *, apart: bool) -> None:
+    rig = make(apart=apart)
+    rig.train()
+    synchronizer = LegacySynchronizer(rig.legacy, rig.generation)
+    synchronizer.init_communicator()
+    rig.generation.weight_synchronizer = synchronizer
+    assert synchronizer.is_stale is True
+    before = rig.fake.fingerprint
+    assert refit_policy_generation(rig.legacy, rig.generation, not apart, timer="t") == {"weights_version": 1}
+    assert (synchronizer.is_stale, rig.fake.fingerprint != before) == (False, True)
+    assert rig.on_device() == ({"params", "buffers", "optimizer"} if apart else set())
+    rig.generation.generate(PROMPTS)
+    assert synchronizer.shutdown() is True
+    assert "LegacySynchronizer of" in repr(synchronizer)
+
+
+def test_a_synchronizer_whose_push_fails_stays_stale_and_ends_both_phases(make: Make) -> None:
+    rig = make()
+    rig.train()
+    synchronizer = LegacySynchronizer(rig.legacy, rig.generation)
+    synchronizer.sync_weights()
+    rig.train()
+    rig.fake.fail("bucket")
+    with pytest.raises(rs.EngineError):
+        synchronizer.sync_weights()
+    assert synchronizer.is_stale is True
+    assert rig.on_device() == set(), "unlike the helper it does not leave the policy half-way"
+    assert rig.policy.resting_mode == "offloaded"
+    rig.legacy.prepare_for_lp_inference()
+    assert synchronizer.sync_weights() == {"weights_version": rig.engine.version}
+    assert synchronizer.is_stale is False
+    with rig.policy.training_mode(), pytest.raises(rs.ShimInScopeError, match="sync_weights"):
+        synchronizer.sync_weights()
+
+
 @pytest.mark.parametrize("sender_first", [True, False])
 def test_both_sides_are_told_and_then_waited_for(make: Make, *, sender_first: bool) -> None:
     rig = make()
@@ -366,8 +410,11 @@ def test_an_in_process_engine_brings_the_policys_weights_in(make: Make) -> None:
 def test_a_policy_as_its_own_generation_object_needs_no_refit(make: Make) -> None:
     rig = make()
     assert refit_policy_generation(rig.legacy, rig.legacy, True) == {}
-    with pytest.raises(rs.UsageError, match="needs one engine"):
+    assert (rig.legacy.get_logger_metrics(), rig.legacy.clear_logger_metrics()) == ({}, None)
+    with pytest.raises(rs.UsageError, match="needs one engine") as refused:
         rig.legacy.generate(PROMPTS)
+    assert "engines that sample from policy 'actor': none" in refused.value.facts
+    assert "InProcessEngine(policy)" in refused.value.remedy
 
 
 def test_a_handle_over_something_else_is_refused(make: Make) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import legacy_loops as loops
 import pytest
 import torch
+from click.testing import CliRunner
 from shim_rig import Actor
-from typer.testing import CliRunner
 
 import rl_session as rs
 from rl_session.cli import _app
@@ -163,9 +163,16 @@ def test_what_the_budget_has_room_for_beside_the_declared_demand_may_stay(run: C
 def test_without_digests_results_are_not_compared_and_the_report_says_so(run: Callable[..., Path]) -> None:
     legacy = run("legacy", legacy_loop, check="off")
     report = verify(legacy, run("scoped", scoped_loop, "a changed loss"))
-    assert report.equal
-    assert report.num_digests == 0
-    assert 'verify="checksum"' in str(report)
+    assert report.verdict == "unproved"
+    assert not report.equal, "the loss was changed, and nobody looked"
+    assert report.differences == ()
+    assert (report.num_digests, report.num_unproved) == (0, 4 * NUM_STEPS)
+    assert str(report).startswith("NOT PROVED, though no difference was found: 12 and 12 compute calls")
+    assert '12 results were not compared: run both with Session(..., verify="checksum")' in str(report)
+    told = CliRunner().invoke(_app, ["audit", "diff", str(legacy), str(legacy)])
+    assert told.exit_code == 1
+    assert told.stdout.startswith("NOT PROVED")
+    assert report.to_json()["verdict"] == "unproved"
 
 
 @pytest.mark.parametrize("holds_optimizer", [False, True])
@@ -247,7 +254,7 @@ def test_the_command_compares_a_legacy_run_with_its_migration(run: Callable[...,
         run("other", scoped_loop, "a changed loss"),
     )
     runner = CliRunner()
-    good = runner.invoke(_app, ["audit", "diff", str(legacy), str(same), "--migrated"])
+    good = runner.invoke(_app, ["audit", "diff", str(legacy), str(same)])
     assert good.exit_code == 0, good.output
     assert good.stdout.startswith("the same: 12 and 12 compute calls")
     bad = runner.invoke(_app, ["audit", "diff", str(legacy), str(other), "--migrated"])
@@ -256,8 +263,12 @@ def test_the_command_compares_a_legacy_run_with_its_migration(run: Callable[...,
     assert "test_verify.py:" in bad.stdout
     told = runner.invoke(_app, ["audit", "diff", str(legacy), str(other), "--migrated", "--json"])
     assert json.loads(told.stdout)["differences"][0]["kind"] == "result"
-    plain = runner.invoke(_app, ["audit", "diff", str(legacy), str(same)])
-    assert plain.exit_code == 1, "record by record the two differ: that is what --migrated sees past"
+    plain = runner.invoke(_app, ["audit", "diff", str(legacy), str(same), "--exact"])
+    assert plain.exit_code == 1, "record by record the two differ: that is what the proof sees past"
+    assert "compute calls" not in plain.stdout
+    twice = runner.invoke(_app, ["audit", "diff", str(same), str(same)])
+    assert twice.exit_code == 0
+    assert "compute calls" not in twice.stdout, "a run in scopes is compared record by record"
 
 
 def test_the_proof_needs_neither_torch_nor_ray(run: Callable[..., Path]) -> None:

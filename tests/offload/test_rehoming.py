@@ -200,9 +200,13 @@ def test_the_count_of_holders_is_exact_before_and_after(make: Make) -> None:
     world.to(H)
     world.to(D)
     storage = storage_of(world.module.body.bias)
-    assert num_holders(storage) == 1
+    unit = world.device.units[storage._cdata]
+    assert num_holders(storage) == unit.num_known_holders() == 2, (
+        "the parameter, and the bytes of it that the engine keeps"
+    )
     keep = world.module.body.bias.detach()
-    assert num_holders(storage) == 2
+    assert num_holders(storage) == 3
+    assert unit.num_known_holders() == 2
     del keep
 
 

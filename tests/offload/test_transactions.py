@@ -150,6 +150,8 @@ def test_when_putting_back_fails_too_it_is_faulted_and_settling_brings_every_byt
             world.device.heal()
             world.engine.settle()
             assert equal(world.contents(), before)
+            shown = [p for p in world.module.parameters() if type(p) is torch.nn.Parameter]
+            assert all(p.isfinite().all() for p in shown), "what can be touched has its bytes"
             world.to(D)
             assert equal(world.contents(), before)
             assert world.module.body.weight.isfinite().all()

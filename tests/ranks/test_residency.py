@@ -88,6 +88,7 @@ def _bit_identical(rank: int, how: Any, options: dict[str, Any]) -> None:
         assert moving.tiers()[Component.GRADS] is Tier.NONE
     moving.go(Mode.LOGPROB)
     moving.call("get_logprobs", batch(4))
+    assert not moving.worker.sources.shards.gathered(), "a call leaves the model sharded"
     moving.go(Mode.OFFLOADED)
     assert not moving.worker.sources.shards.gathered(), "a forward without a backward leaves something behind"
     assert {id(p): shard_of(p).untyped_storage()._cdata for p in moving.parameters()} == before

@@ -371,3 +371,43 @@ def _closed_step(rank: int) -> None:
 
 def test_steps_end_on_all_ranks_alike() -> None:
     run(_closed_step, 2)
+
+
+def _says_so(rank: int) -> list[str]:
+    worker = made()
+    worker.go(Mode.TRAINING)
+    said: list[str] = []
+    worker.worker.ranks.on_failure = lambda error: said.append(type(error).__name__)
+
+    def loss(logits: Tensor, *_: Any) -> Any:
+        if rank == 1:
+            raise OSError("only here")
+        return logits.sum(), {}
+
+    with pytest.raises(OSError, match="only here"):
+        worker.train(batch(4), loss)
+    return said
+
+
+def test_a_rank_that_fails_says_so_before_it_tells_the_others_and_once_they_know() -> None:
+    assert run(_says_so, 2) == [[], ["OSError", "NoneType"]]
+
+
+def _alone(rank: int) -> Tensor:
+    worker = made(None)
+    worker.go(Mode.LOGPROB)
+    given = batch(3)
+    if rank == 1:
+        with worker.worker.ranks.alone():  # the other rank makes no call at all
+            logprobs: Tensor = worker.worker.get_logprobs(given).value["logprobs"]
+    else:
+        solo = made(None, solo=True)
+        solo.go(Mode.LOGPROB)
+        logprobs = solo.worker.get_logprobs(given).value["logprobs"]
+    assert (worker.worker.ranks.index, worker.worker.ranks.count) == (rank, 2)
+    return logprobs
+
+
+def test_a_rank_with_a_whole_copy_can_do_without_the_others() -> None:
+    left, right = run(_alone, 2)
+    assert torch.allclose(left, right, atol=1e-6)

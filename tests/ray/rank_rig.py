@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import rl_session as rs
@@ -29,6 +31,32 @@ class Tiny(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         out: Tensor = self.head(self.embed(input_ids) * self.scale)
         return out
+
+
+class Deep(Tiny):
+    """Two blocks between them, so that a forward gathers shards more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        out: Tensor = self.head(hidden * self.scale)
+        return out
+
+
+def forward_or_fail(model: nn.Module, batch: Any) -> Tensor:
+    """A forward that rank 1 does not make when the batch says so: the others wait for it in a collective."""
+    trouble = batch.get("trouble", "")
+    if trouble and dist.get_rank() == 1:
+        if trouble == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(trouble)
+    out: Tensor = model(batch["input_ids"])
+    return out
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:

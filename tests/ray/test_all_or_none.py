@@ -88,6 +88,27 @@ def test_a_rank_that_fails_on_the_way_in_holds_all_back(
         assert rig.seen()[0]["optimizer"] == "device"
 
 
+def test_row_72_one_rank_of_four_that_fails_fails_all_and_each_says_what_it_did(make: MakeRig) -> None:
+    """Others: "some succeeded" is taken for success; the rest of the loop runs on ranks in different states.
+
+    Here: nobody has moved; the error lists each of the four ranks with what it did and where it is now.
+    By: one decision over all replies, and those that went ahead are put back (`driver/consensus`).
+    """
+    rig = make(FakeWorkers(4))
+    before = rig.seen()
+    rig.fake.script(2, "transition", "fail", "half")
+    with pytest.raises(rs.TransitionError) as raised, rig.policy.training_mode():
+        pytest.fail("the block ran")
+    told = {rank: next(fact for fact in raised.value.facts if f"rank {rank}: " in fact) for rank in range(4)}
+    assert "injected" in str(raised.value.cause)
+    assert "TransitionError" in told[2]
+    assert all("was put back" in told[rank] for rank in (0, 1, 3))
+    assert rig.seen() == before
+    assert (rig.policy.mode, rig.policy.health) == ("offloaded", "ok")
+    with rig.policy.training_mode():
+        rig.train()
+
+
 @pytest.mark.parametrize("point", ["before", "half", "after"])
 def test_a_rank_that_fails_on_the_way_out_keeps_all_where_they_are(make: MakeRig, point: str) -> None:
     rig = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_rig import Rig, Tiny, make_optimizer, make_plan
+from rank_rig import Rig, Tiny, make_batch, make_optimizer, make_plan
 
 import rl_session as rs
 from rl_session.audit.check import check
 from rl_session.audit.naming import rank_of, rank_source
 from rl_session.driver import consensus
+from rl_session.driver.ranks import Ranks
 from rl_session.driver.remote_device import RemoteDevice
 from rl_session.lifecycle import Mode, Placement, Tier
 from rl_session.offload.reports import Notice
@@ -23,8 +25,82 @@ from rl_session.workers.lease import FREE, Lease
 from rl_session.workers.plan import AuditTarget, RankPlan
 from rl_session.workers.rank import RankServer
 from rl_session.workers.replies import CallResult, Changed, Failed, Lost, Ok, Stamp
+from rl_session.workers.sampling import SamplingParams
+from rl_session.workers.shares import Share
 
 MakeRig = Callable[..., Rig]
+
+# -- who is sent what -------------------------------------------------------------------------------------------------
+
+
+class Joined:
+    """Three ranks that a process group joins, played: each finds its rows' first token, or as many texts as rows."""
+
+    num_ranks, logs_moves, is_joined = 3, True, True
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, list[Any], tuple[Any, ...]]] = []
+
+    def call_each(self, firsts: list[Share], method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        self.sent.append((method, firsts, args))
+        return [Ok(CallResult(self._found(method, each))) for each in firsts]
+
+    def _found(self, method: str, share: Share) -> Any:
+        if method == "train":
+            return {"loss": torch.tensor([7.0])}
+        ids = share.batch["input_ids"][: share.num_rows]
+        if method == "generate":
+            return {"output_ids": ids[:, : 1 + share.num_rows]}
+        return {"first": ids[:, 0]}
+
+
+def joined() -> tuple[Ranks, Joined]:
+    group: Any = Joined()
+    return Ranks(group, "policy 'actor'", lambda: ("policy 'actor'", ()), lambda *_, **__: None), group
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 7])
+def test_each_rank_is_sent_its_own_rows_and_results_come_back_in_the_order_of_the_caller(num: int) -> None:
+    ranks, group = joined()
+    batch = make_batch(num)
+    assert torch.equal(ranks.call("get_logprobs", batch, None, 2).value["first"], batch["input_ids"][:, 0])  # type: ignore[index]
+    ((method, shares, args),) = group.sent
+    assert (method, args) == ("get_logprobs", (None, 2))
+    assert sum(share.num_rows for share in shares) == num
+    assert max(share.num_rows for share in shares) - min(share.num_rows for share in shares) <= 1
+    assert all(len(share.batch["input_ids"]) == max(1, share.num_rows) for share in shares)
+
+
+def test_a_step_is_cut_into_parts_and_what_every_rank_knows_is_taken_once() -> None:
+    ranks, group = joined()
+    assert ranks.call("train", make_batch(8), "loss", 4, None, False).value == {"loss": torch.tensor([7.0])}
+    ((_, shares, args),) = group.sent
+    assert [share.steps for share in shares] == [(2, 2), (1, 1), (1, 1)]
+    assert args == ("loss", 4, None, False)
+
+
+def test_texts_of_ranks_are_filled_up_with_the_pad_token() -> None:
+    ranks, _ = joined()
+    found: Any = ranks.call("generate", make_batch(4), SamplingParams(pad_id=9), 0).value
+    assert found["output_ids"].shape == (4, 3)
+    assert found["output_ids"][2:, 2].tolist() == [9, 9]
+
+
+def test_a_batch_that_is_wrong_is_sent_to_nobody() -> None:
+    ranks, group = joined()
+    for call in (("train", make_batch(4), "loss", 3, None, False), ("get_logprobs", {"input_ids": "no"}, None, None)):
+        with pytest.raises(rs.BatchError, match="policy 'actor': "):
+            ranks.call(*call)
+    assert group.sent == []
+
+
+def test_a_placement_that_was_sent_is_the_one_that_arrives() -> None:
+    placement = Placement({"params": Tier.DEVICE, "ema": Tier.HOST, "grads": Tier.NONE})
+    arrived = pickle.loads(pickle.dumps(placement))
+    assert arrived == placement
+    assert list(arrived.items()) == list(placement.items())
+    assert all(type(tier) is Tier for tier in arrived.values())
+
 
 # -- what users write -------------------------------------------------------------------------------------------------
 
@@ -113,11 +189,12 @@ def test_changes_are_summed_and_incomplete_ones_are_known() -> None:
     assert not consensus.tells_all_changes([one, []])
 
 
-def test_notes_of_ranks_become_one_record() -> None:
-    notes = [(("checkpoint.saved", {"path": "p", "nbytes": n, "seconds": s}),) for n, s in ((3, 0.5), (4, 0.2))]
+@pytest.mark.parametrize(("name", "nbytes"), [("checkpoint.saved", 4), ("reference.swapped", 7)])
+def test_notes_of_ranks_become_one_record(name: str, nbytes: int) -> None:
+    notes = [((name, {"path": "p", "nbytes": n, "seconds": s}),) for n, s in ((3, 0.5), (4, 0.2))]
     merged = consensus.merge_calls([CallResult(1, notes=notes[0]), CallResult(2, notes=notes[1])])
-    assert merged.value == 1
-    assert merged.notes == (("checkpoint.saved", {"path": "p", "nbytes": 7, "seconds": 0.5}),)
+    assert merged.value == 1  # a checkpoint is one of all ranks, each of which knows its size
+    assert merged.notes == ((name, {"path": "p", "nbytes": nbytes, "seconds": 0.5}),)
 
 
 def test_equal_warnings_are_one_with_their_bytes_summed() -> None:
@@ -162,6 +239,7 @@ def test_a_late_call_of_an_earlier_holder_is_refused() -> None:
     lease.release(0, None)
     assert lease.holder == FREE
     grant = lease.acquire(7, "another")
+    assert grant.epoch == 2, "what other ranks tell the new holder by"
     lease.check(stamped(7, grant.epoch), Mode.OFFLOADED, "transition")
     with pytest.raises(rs.StaleHandleError):
         lease.check(stamped(0, 1), Mode.OFFLOADED, "transition")
@@ -278,3 +356,17 @@ def test_faults_can_be_set_on_one_rank(make: MakeRig) -> None:
         rig.train()
     rank_device(rig.policy, 2).delay(on=False)
     assert rank_device(rig.policy, 2).bytes_in > 0
+
+
+def test_checksums_of_a_rank_are_those_of_its_bytes_wherever_they_are(make: MakeRig) -> None:
+    rig = make(FakeWorkers(2))
+    away = rig.counters("checksums")
+    assert away[0] == away[1], "the ranks hold copies of one model"
+    assert {"embed.weight", "head.weight", "head.bias", "scale"} < away[0].keys()
+    with rig.policy.training_mode():
+        assert rig.counters("checksums") == away
+        rig.train()
+        trained = rig.counters("checksums")
+        assert {name for name in away[0] if trained[0][name] != away[0][name]} >= {"embed.weight", "head.weight"}
+        assert trained[0]["scale"] == away[0]["scale"]
+    assert rig.counters("checksums") == trained

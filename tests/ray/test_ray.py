@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_cases import ERRORS, OPERATIONS, POINTS, SCOPES, cases, faults
 from rank_rig import Rig, Tiny, make_optimizer, nll
 from torch import Tensor
 
@@ -218,12 +221,21 @@ def test_a_rank_that_dies_in_a_transition(rig: RayRig, operation: Any, point: An
     expect_recovery(rig, "host copies of rank 1", expected)
 
 
-def test_a_rank_that_dies_in_the_block(rig: RayRig) -> None:
+def test_row_69_a_rank_that_dies_is_named_and_the_others_are_in_a_known_state(rig: RayRig) -> None:
+    """Others: a dead actor keeps the loop waiting, or its memory, and nobody tells the driver.
+
+    Here: the error comes in bounded time and names the rank; the survivor was put back, and `recover()` starts anew from it.
+    By: a lost rank is a reply too, found out by its deadline or its death (`workers/ray_group`).
+    """
     with pytest.raises(rs.FaultedError, match="rank 1: lost"):
         with rig.policy.training_mode():
             rig.train()
             expected = rig.policy.state_dict()
+            there = rank_device(rig.policy, 0).checksums
             rig.kill(1)
+    assert rig.records("worker.lost")[-1].event.rank == 1
+    assert rig.group.call_on([0], "placement")[0].value.as_text() == DEVICE
+    assert rank_device(rig.policy, 0).checksums == there
     expect_recovery(rig, "host copies of rank 0", expected)
 
 
@@ -280,6 +292,82 @@ def test_the_last_checkpoint_is_taken_where_nobody_survived(rig: RayRig, tmp_pat
     with pytest.raises(rs.FaultedError), rig.policy.training_mode():
         pass
     expect_recovery(rig, f"checkpoint {tmp_path / 'ck'}", expected)
+
+
+def contents(rig: RayRig) -> list[dict[str, int]]:
+    """Checksums that each rank takes of its own storages, wherever their bytes are."""
+    found = rig.counters("checksums")
+    assert all(len(each) >= 6 for each in found), "weights, a buffer and moments on each rank"
+    return found
+
+
+def test_row_68_a_rank_that_fails_is_heard_of_when_the_scope_ends(rig: RayRig) -> None:
+    """Others: a remote offload is started and never waited for, so that its failure is never seen.
+
+    Here: an actor that fails in the way out is the error of the `with` block, with its rank; the release is made up for.
+    By: every call waits for one reply a rank, and a failure is a reply (`workers/group`, `driver/ranks`).
+    """
+    before = contents(rig)
+    with pytest.raises(rs.TransitionError, match="rank 1") as raised, rig.policy.training_mode():
+        rank_device(rig.policy, 1).fail("copy_out", 1, "half")
+    assert "injected" in str(raised.value)
+    assert [n > 0 for n in rig.counters("resident_bytes")] == [True, True], "the one that could was put back"
+    with rig.policy.logprob_mode():
+        pass
+    assert rig.counters("resident_bytes") == [0, 0]
+    assert contents(rig) == before
+
+
+def test_a_failure_in_any_operation_of_one_rank_is_undone_on_both(rig: RayRig) -> None:
+    policy, fired, moving = rig.policy, set(), set()
+    before = contents(rig)
+    for number, (name, prepare, make_it) in enumerate(cases()):
+        for rank, operation, point, kind, k in faults(number):
+            device = rank_device(policy, rank)
+            with ExitStack() as outer:
+                prepare(policy, outer)
+                mode, placements = policy.mode, rig.placements()
+                with ExitStack() as inner:
+                    device.fail(operation, k, point, ERRORS[kind])  # type: ignore[arg-type]
+                    try:
+                        make_it(policy, inner)
+                    except rs.RLSessionError as error:
+                        fired.add((name, operation, point, kind))
+                        assert f"rank {rank}: " in str(error)
+                        assert (policy.mode, policy.health) == (mode, "ok")
+                        assert rig.placements() == placements
+                        make_it(policy, inner)
+                    device.heal()
+                    if rig.placements() != placements:
+                        moving.add(name)
+                    assert contents(rig) == before, (name, rank, operation, point, kind, k)
+            policy.offload()
+    assert {name for name, *_ in fired} == moving
+    assert len(moving) >= 10
+    assert {(operation, point) for _, operation, point, _ in fired} == set(itertools.product(OPERATIONS, POINTS))
+    assert {kind for *_, kind in fired} == set(ERRORS)
+
+
+def test_a_failure_in_any_operation_of_a_way_out_is_made_up_for_on_both(rig: RayRig) -> None:
+    policy, num_fired = rig.policy, 0
+    before = contents(rig)
+    for number, scope in enumerate(SCOPES[:3]):
+        for rank, operation, point, kind, k in faults(number):
+            device = rank_device(policy, rank)
+            block = getattr(policy, scope)()
+            block.__enter__()
+            device.fail(operation, k, point, ERRORS[kind])  # type: ignore[arg-type]
+            try:
+                block.__exit__(None, None, None)
+            except rs.RLSessionError as error:
+                num_fired += 1
+                assert f"rank {rank}: " in str(error)
+            device.heal()
+            assert (policy.mode, policy.health) == ("offloaded", "ok")
+            with getattr(policy, scope)():
+                assert contents(rig) == before
+            assert rig.counters("resident_bytes") == [0, 0]
+    assert num_fired >= 5
 
 
 # -- four ranks, and the end -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from rank_rig import Learner, Rig, Tiny, make_batch, make_optimizer, nll
 import rl_session as rs
 from rl_session.audit.check import check
 from rl_session.testing import EmulatedDevice
+from rl_session_migrate import LegacyPolicy
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +80,31 @@ def test_an_actor_knows_the_mode_without_being_told(rig: Rig, learner: Any) -> N
     assert ray.get(learner.mode.remote()) == "offloaded"
 
 
+def test_two_actors_that_race_for_a_policy_take_turns_or_are_told(rig: Rig, learner: Any) -> None:
+    import ray
+
+    actors = [learner, ray.remote(num_cpus=0)(Learner).options(name="racer").remote(rig.policy)]
+    start = len(rig.records())
+    waiting = ray.get([actor.learn.remote(30.0) for actor in actors for _ in range(3)])
+    assert all(result["loss"].isfinite().all() for result in waiting)
+    outcomes: list[str] = []
+    for _ in range(3):
+        refs = [actor.learn.remote() for actor in actors]
+        for ref in refs:
+            try:
+                ray.get(ref)
+                outcomes.append("won")
+            except rs.OwnershipError as error:
+                assert "owner: driver:" in error.facts[0]
+                outcomes.append("told")
+    assert outcomes.count("won") >= 3
+    ray.kill(actors[1])
+    records = [r for r in rig.records()[start:] if r.name in ("scope.entered", "scope.exited")]
+    by_time = [r.name for r in sorted(records, key=lambda r: r.mono_ns)]
+    assert by_time == ["scope.entered", "scope.exited"] * (len(by_time) // 2), "two were inside at once"
+    assert len(by_time) == 2 * (6 + outcomes.count("won"))
+
+
 def test_a_policy_left_by_an_actor_that_died_can_be_taken_over(rig: Rig) -> None:
     import ray
 
@@ -118,3 +144,43 @@ def test_a_handle_from_before_a_recovery_says_what_to_do(rig: Rig, learner: Any)
         ray.get(learner.learn.remote())
     with rig.policy.training_mode():
         rig.train()
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
+def test_a_legacy_handle_goes_to_an_actor_and_both_know_what_the_other_called(rig: Rig) -> None:
+    import ray
+
+    class Half:
+        """One half of a legacy loop."""
+
+        def __init__(self, legacy: LegacyPolicy) -> None:
+            self.legacy = legacy
+
+        def call(self, name: str, *arguments: Any) -> Any:
+            return getattr(self.legacy, name)(*arguments)
+
+    legacy = LegacyPolicy(rig.policy, backend="megatron")
+    other = ray.remote(num_cpus=0)(Half).remote(legacy)
+    call = lambda *arguments: ray.get(other.call.remote(*arguments))  # noqa: E731 (a verb for this test)
+    batch, placement = make_batch(), lambda: dict(legacy.placement)
+    try:
+        legacy.prepare_for_training()
+        legacy.prepare_for_lp_inference()
+        expected = legacy.get_logprobs(batch)["logprobs"]
+        assert torch.equal(call("get_logprobs", batch)["logprobs"], expected)
+        with pytest.raises(rs.ModeError, match="needs GRADS"):  # freed by a call in another process
+            call("train", batch, nll)
+        call("prepare_for_training")
+        assert (legacy.mode, placement()["optimizer"]) == ("training", rs.Tier.DEVICE)
+        assert legacy.train(batch, nll)["loss"].isfinite().all()
+        call("finish_inference")
+        assert (placement()["params"], placement()["optimizer"]) == (rs.Tier.HOST, rs.Tier.DEVICE)
+        with pytest.raises(rs.ModeError, match="needs PARAMS"):
+            legacy.get_logprobs(batch)
+        with rig.policy.training_mode():
+            rig.train()
+        assert placement()["params"] is rs.Tier.HOST, "the scope comes back to where the other process left it"
+    finally:
+        ray.kill(other)
+        legacy.offload_to_cpu()
+        rig.policy.switch("offloaded")

@@ -159,3 +159,16 @@ def test_an_allocation_that_failed_holds_nothing(point: Point) -> None:
         device.occupy(100)
     assert raised.value is not None, "the error is kept, and with it the frame that allocated"
     assert device.resident_bytes == 0
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_engine_whose_memory_would_not_be_freed_knows_what_it_has_left(session: rs.Session, point: Point) -> None:
+    fake = FakeEngine(EmulatedDevice(), weights=64, kv_nbytes=32)
+    before = fake.fingerprint
+    handle = session.engine("fake", fake)
+    with inject_fault(fake.device, "free", k=2, point=point), pytest.raises(rs.EngineError), handle.awake():  # type: ignore[arg-type]
+        pass
+    assert fake.device is not None
+    assert fake.device.resident_bytes == fake.occupied
+    handle.sleep()
+    assert (fake.device.resident_bytes, fake.fingerprint) == (0, before)

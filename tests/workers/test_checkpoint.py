@@ -679,6 +679,21 @@ def test_a_manifest_that_was_changed_by_hand_is_damaged(where: Path) -> None:
         checkpoint.open_checkpoint(where)
 
 
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "inner/../../../secret"])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused_though_its_checksums_hold(where: Path, name: str) -> None:
+    Run(None).save(where)
+    (where.parent.parent / "secret").write_bytes(b"x")
+    (where / "inner").mkdir()
+    named = where / name
+    manifest = json.loads((where / MANIFEST).read_text())
+    manifest["files"][name] = {"size": named.stat().st_size, "sha256": directory._file_digest(named)}
+    manifest["sha256"] = directory._digest(manifest)
+    (where / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        checkpoint.open_checkpoint(where)
+    assert caught.value.facts[0] == f"it names a file elsewhere: {name}"
+
+
 def test_a_checkpoint_from_the_future_is_refused_by_version(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(directory, "VERSION", 7)

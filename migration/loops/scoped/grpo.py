@@ -19,7 +19,6 @@ def refit_policy_generation(
 ) -> dict[str, float]:
     """Push the weights of the policy to the engine."""
     synchronizer = getattr(policy_generation, "weight_synchronizer", None)
-    share(policy, policy_generation, only_colocated=True)
     if synchronizer is not None:
         with scopes(policy).legacy_refit(policy_generation):
             return synchronizer.sync_weights(timer=timer) or {}
@@ -60,8 +59,6 @@ def grpo_train(
         if POLICY_GENERATION_STALE:
             refit_policy_generation(policy, policy_generation, colocated_inference)
             POLICY_GENERATION_STALE = False
-        else:
-            pass
         with scopes(policy_generation).awake():
             val_metrics = validate(policy_generation, config, 0)
         history.append({"validation": val_metrics})

@@ -47,8 +47,6 @@ def ppo_train(
             if not colocated_inference:
                 scopes(policy).offload()
             POLICY_GENERATION_STALE = False
-        else:
-            pass
         with scopes(policy_generation).awake():
             history.append({"validation": validate(policy_generation, config, 0)})
 

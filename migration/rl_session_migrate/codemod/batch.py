@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +16,14 @@ from pathlib import Path
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.rewrite import Rewritten, could_matter, moving_functions, rewrite
+from rl_session_migrate.codemod.rewrite import (
+    STEP_WORDS,
+    Rewritten,
+    could_matter,
+    handed_in_open_steps,
+    moving_functions,
+    rewrite,
+)
 from rl_session_migrate.receivers import Names
 
 __all__ = ["FileResult", "FileStatus", "migrate_file", "migrate_files"]
@@ -98,6 +105,7 @@ class _Files:
         self.names = names
         self._found: dict[Path, Rewritten | None] = {}
         self._movers: dict[Path, frozenset[str]] = {}
+        self._steps: dict[Path, dict[str, str]] | None = None
 
     def migrated(self, path: Path) -> Rewritten | None:
         """A file after the codemod; None while it is at work on it (files may import each other), or where it cannot be."""
@@ -117,6 +125,38 @@ class _Files:
                 self._movers[path] = moving_functions(path.read_bytes(), str(path), self.names)
         return self._movers[path]
 
+    def steps(self) -> Mapping[Path, Mapping[str, str]]:
+        """By file, its functions that another file calls while a train step is open, with who does.
+
+        Whom those functions call in turn counts too: a step that is open when they are called is open when they call.
+        """
+        if self._steps is None:
+            self._steps = {}
+            todo = [path for path in sorted(self.known) if any(word in self._bytes(path) for word in STEP_WORDS)]
+            while todo:
+                path = todo.pop()
+                found: list[tuple[str, str]] = []
+                with contextlib.suppress(Exception):
+                    lookup = _Lookup(path, self)
+                    found = handed_in_open_steps(self._bytes(path), str(path), self.names, lookup)
+                for name, by in found:
+                    todo += self._note_step(path, name, f"{by} of {path.name}")
+        return self._steps
+
+    def _note_step(self, importer: Path, name: str, by: str) -> Iterator[Path]:
+        module, _, function = name.rpartition(".")
+        assert self._steps is not None
+        for path in _Lookup(importer, self).paths(module):
+            if path != importer and function not in self._steps.setdefault(path, {}):
+                self._steps[path][function] = by
+                yield path
+
+    def _bytes(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError:
+            return b""
+
 
 class _Lookup:
     """Finds functions of the run by the names that one file imports them under."""
@@ -128,21 +168,30 @@ class _Lookup:
     def carries(self, name: str) -> bool:
         """Whether an imported function pushes weights through refit blocks only."""
         module, _, function = name.rpartition(".")
-        found = [self._files.migrated(path) for path in self._paths(module)]
+        found = [self._files.migrated(path) for path in self.paths(module)]
         return any(result is not None and function in result.carriers for result in found)
 
     def is_safe(self, name: str) -> bool:
         """Whether an imported function does everything in scopes."""
         module, _, function = name.rpartition(".")
-        found = [self._files.migrated(path) for path in self._paths(module)]
+        found = [self._files.migrated(path) for path in self.paths(module)]
         return bool(found) and all(result is not None and function in result.safe for result in found)
 
     def moves(self, name: str) -> bool:
         """Whether an imported function moves a policy or value."""
         module, _, function = name.rpartition(".")
-        return any(function in self._files.movers(path) for path in self._paths(module))
+        return any(function in self._files.movers(path) for path in self.paths(module))
 
-    def _paths(self, module: str) -> Iterator[Path]:
+    @property
+    def has_steps(self) -> bool:
+        """Whether another file keeps steps open around a function of this one."""
+        return bool(self._files.steps().get(self._importer))
+
+    def opens_step_around(self, function: str) -> str:
+        """Who, of another file, calls a function of this one while a train step is open."""
+        return self._files.steps().get(self._importer, {}).get(function, "")
+
+    def paths(self, module: str) -> Iterator[Path]:
         stripped = module.lstrip(".")
         if not module:
             return

@@ -6,22 +6,26 @@ cannot be shown stays, with a reason. Changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Statement
 from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
 from rl_session_migrate.codemod.engines import AwakeRun, awake_runs, why_not_a_call
-from rl_session_migrate.codemod.facts import Facts, is_registrable
-from rl_session_migrate.codemod.paths import Walker
-from rl_session_migrate.codemod.plan import CALLBACK, COROUTINES, SHAPES, Found, Plan
+from rl_session_migrate.codemod.facts import Facts, is_bound_again, is_registrable
+from rl_session_migrate.codemod.ours import BY_HAND, handle_of, spoken
+from rl_session_migrate.codemod.paths import Walker, reasons
+from rl_session_migrate.codemod.plan import Found, Plan
 from rl_session_migrate.codemod.prepares import decide_prepares, is_guarded
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.refits import Push, find_pushes, helper_run, is_covered, tags_of
 from rl_session_migrate.codemod.release import Releases
 from rl_session_migrate.codemod.scoping import Run, is_pure
 from rl_session_migrate.codemod.uses import Uses
+from rl_session_migrate.codemod.words import CALLBACK, COROUTINES, SHAPES
 from rl_session_migrate.outline import Function
-from rl_session_migrate.rules import Api, Kind, Tenant
+from rl_session_migrate.rules import HELPERS, Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Shape, Site
 from rl_session_migrate.tree import code
 
@@ -65,7 +69,9 @@ class _Pushes:
         for function in self._program.functions:
             body = self._facts.body(function)
             for found in find_pushes(body) if body is not None else ():
-                if isinstance(found, Push):
+                if isinstance(found, Push) and _is_ours(found.sites[0]):
+                    self._keep(function, found.sites[0], BY_HAND)
+                elif isinstance(found, Push):
                     self._take(found)
                 else:
                     self._keep(function, *found)
@@ -80,11 +86,9 @@ class _Pushes:
         self._plan.empty += [emptied.statement.node for emptied in push.emptied]
 
     def _keep(self, function: Function, start: Site, why: str) -> None:
-        """Four calls that belong together stay together."""
+        """Calls that belong together stay together, but for the last release: an ``offload()`` frees what that does."""
         for site in self._facts.lifecycle(Tenant.POLICY, Tenant.ENGINE):
-            in_push = site.method in ("offload_before_refit", "offload_after_refit") or (
-                site.rule.kind is Kind.WAKE and bool(tags_of(site))
-            )
+            in_push = site.method == "offload_before_refit" or (site.rule.kind is Kind.WAKE and bool(tags_of(site)))
             if site.function is function and in_push and site.position >= start.position:
                 self._plan.left[site] = why
 
@@ -97,6 +101,12 @@ class _Pushes:
         if isinstance(found, HelperSite) and self._carries(found, function):
             self._plan.covered[found] = "the helper pushes through scopes"
             return
+        if isinstance(found, Site) and function.simple_name in HELPERS and self._stays_by_hand(function):
+            self._plan.covered[found] = "the refit block around the call of the helper"
+            return
+        if any(handle_of(receiver, function) for receiver in event.receivers()):
+            self._plan.left[found] = BY_HAND
+            return
         body = self._facts.body(function)
         run = helper_run(self._program, function, body, event) if body is not None else CALLBACK
         if self._program.is_callback(function):
@@ -106,6 +116,11 @@ class _Pushes:
             self._plan.covered[found] = "legacy_refit()"
         else:
             self._plan.left[found] = run
+
+    def _stays_by_hand(self, helper: Function) -> bool:
+        """Whether a helper goes on to make legacy calls, so that its callers put it into refit blocks."""
+        mine = self._program.module.sites_in(helper)
+        return any(s.rule.is_lifecycle and s.rule.api is Api.LEGACY and s not in self._plan.remove for s in mine)
 
     def _carries(self, helper: HelperSite, caller: Function) -> bool:
         """Whether the function that is called pushes through refit blocks only, once this pass is done."""
@@ -119,6 +134,10 @@ class _Pushes:
         inside = {id(block) for block in body.blocks()} if body is not None else set()
         will_have = any(id(run.block) in inside for run in self._plan.runs)
         return (has_block or will_have) and all(site in self._plan.remove for site in legacy)
+
+
+def _is_ours(site: Site) -> bool:
+    return site.receiver is not None and bool(handle_of(site.receiver, site.function))
 
 
 # -- engines -------------------------------------------------------------------------------------------------------
@@ -146,9 +165,12 @@ def _decide_engines(facts: Facts, plan: Plan) -> frozenset[int]:
         if why:
             plan.left[site] = why
         elif site.rule.kind is Kind.SLEEP:
-            plan.replace[site] = f"scopes({site.receiver}).sleep()"
+            assert site.receiver is not None
+            plan.replace[site] = f"{spoken(site.receiver, site.function)}.sleep()"
         elif tags_of(site) is None and _is_made_by_scopes(walker, site, inside):
             plan.remove[site] = "awake()"
+        elif site.receiver is not None and handle_of(site.receiver, site.function):
+            plan.left[site] = "its engine is woken by a scope only, and no run of statements here is one"
         else:
             assert isinstance(site.node, cst.Call)
             arguments = ", ".join(code(argument) for argument in site.node.args)
@@ -197,14 +219,25 @@ class _Room:
         why = self._facts.why_not_replaced(site)
         if not why and not is_pure(site.receiver):
             why = f"{site.receiver} is no name that can be written a second time"
+        if not why and site.method == "offload_before_refit":
+            why = self._why_weights_stay(site)
         if why:
             self._plan.left[site] = why
         elif site.rule.kind is Kind.NOOP:
             self._plan.remove[site] = "it does nothing"
+        elif handle_of(site.receiver, site.function):
+            self._plan.replace[site] = f"{spoken(site.receiver, site.function)}.offload()"
         elif self._is_registered(site) and releases.is_made_by_scopes(site):
             self._plan.remove[site] = _ROOM
         else:
             self._plan.replace[site] = f"scopes({site.receiver}).offload()"
+
+    def _why_weights_stay(self, site: Site) -> str:
+        """Why the parameters, which ``offload_before_refit`` leaves on the device, must not leave it; "" if they may."""
+        handed = "the policy is handed on with its weights on the device, to a function that is not in sight"
+        hands: Callable[[Event], str] = lambda event: "" if self._facts.is_in_sight(event) else handed  # noqa: E731
+        reach = Walker(self._facts.program, self._facts.same, self._uses.judge, hands).after(site.function, site)
+        return f"what follows needs the weights on the device; {reasons(reach.failures)}" if reach.failures else ""
 
     def _is_registered(self, site: Site) -> bool:
         """Whether the line that says who shares the device will name a tenant: the function has a scope of it."""
@@ -212,7 +245,9 @@ class _Room:
         mine = [other for other in self._facts.program.module.sites_in(site.function) if other.receiver is not None]
         scoped = {str(other.receiver) for other in mine if other.receiver is not None and other.receiver.is_scopes}
         scoped |= self._uses.names_in(mine)
-        return is_registrable(site.function, site.receiver) and site.receiver.identity.path in scoped
+        if not is_registrable(site.function, site.receiver) or is_bound_again(site.function, site.receiver):
+            return False
+        return site.receiver.identity.path in scoped
 
     def _is_placed(self, event: Event) -> bool:
         """Whether a use of the device is a scope of ours, of a tenant that shares it."""

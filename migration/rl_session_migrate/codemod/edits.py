@@ -6,16 +6,18 @@ so that nothing else of the file changes. Decides nothing.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Suite
 from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.scoping import Run
+from rl_session_migrate.tree import dotted
 
-__all__ = ["apply", "comment_line", "line_of"]
+__all__ = ["apply", "comment_line", "line_of", "split"]
 
 Line = cst.BaseStatement | cst.SimpleStatementLine
 
@@ -32,6 +34,45 @@ def apply(module: cst.Module, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTN
     changed = module.visit(_Editor(plan, touched))
     assert isinstance(changed, cst.Module)
     return changed
+
+
+def split(module: cst.Module, lines: Collection[cst.CSTNode], parents: Mapping[cst.CSTNode, cst.CSTNode]) -> cst.Module:
+    """The module with some lines of several statements (``a; b``) written as a line each.
+
+    Args:
+        module: The module.
+        lines: The lines.
+        parents: The parent of each node of the module.
+    """
+    touched: set[cst.CSTNode] = set()
+    for line in lines:
+        here: cst.CSTNode | None = line
+        while here is not None and here not in touched:
+            touched.add(here)
+            here = parents.get(here)
+    changed = module.visit(_Splitter(frozenset(lines), touched))
+    assert isinstance(changed, cst.Module)
+    return changed
+
+
+class _Splitter(cst.CSTTransformer):
+    def __init__(self, lines: frozenset[cst.CSTNode], touched: set[cst.CSTNode]) -> None:
+        super().__init__()
+        self._lines = lines
+        self._touched = touched
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return node in self._touched
+
+    def leave_SimpleStatementLine(  # noqa: N802 (the library's name)
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
+        if original_node not in self._lines:
+            return updated_node
+        first, *rest = [cst.SimpleStatementLine([_alone(small)]) for small in updated_node.body]
+        lines = [first.with_changes(leading_lines=updated_node.leading_lines), *rest]
+        lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
+        return cst.FlattenSentinel(lines)
 
 
 def _touched(plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> set[cst.CSTNode]:
@@ -85,6 +126,8 @@ class _Editor(cst.CSTTransformer):
         if isinstance(original_node, cst.SimpleStatementSuite):
             assert isinstance(updated_node, cst.SimpleStatementSuite)
             return self._one_line_block(original_node, updated_node)
+        if isinstance(original_node, cst.If) and isinstance(updated_node, cst.If):
+            return _without_empty_else(original_node, updated_node)
         return updated_node
 
     # -- blocks --------------------------------------------------------------------------------------------------
@@ -155,6 +198,8 @@ class _Editor(cst.CSTTransformer):
                 else []
             )
             return [*_comments_of(old), *inside]
+        if isinstance(old, cst.If) and isinstance(new, cst.If) and _is_emptied(old, new):
+            return _comments_of(old)
         if not isinstance(old, cst.SimpleStatementLine) or not isinstance(new, cst.SimpleStatementLine):
             assert isinstance(new, (cst.BaseStatement, cst.SimpleStatementLine))
             return new
@@ -170,15 +215,51 @@ class _Editor(cst.CSTTransformer):
         return isinstance(small, cst.Expr) and small.value in self._removed
 
 
+def _is_emptied(original: cst.If, updated: cst.If) -> bool:
+    """Whether nothing is left of an ``if`` whose test does nothing but read a name."""
+    test = updated.test.expression if isinstance(updated.test, cst.UnaryOperation) else updated.test
+    if updated.orelse is not None or dotted(test) is None:
+        return False
+    return not _is_only_pass(original.body) and _is_only_pass(updated.body)
+
+
+def _without_empty_else(original: cst.If, updated: cst.If) -> cst.If:
+    """An ``else`` of which nothing is left, no comment either, goes."""
+    before, after = original.orelse, updated.orelse
+    if not isinstance(before, cst.Else) or not isinstance(after, cst.Else) or _is_pass(before) or not _is_pass(after):
+        return updated
+    return updated.with_changes(orelse=None)
+
+
+def _is_pass(branch: cst.Else) -> bool:
+    return not branch.leading_lines and _is_only_pass(branch.body)
+
+
+def _is_only_pass(body: cst.BaseSuite) -> bool:
+    """Whether a block holds nothing but ``pass``, and no comment."""
+    lines = body.body
+    if len(lines) != 1 or (isinstance(body, cst.IndentedBlock) and body.header.comment):
+        return False
+    line = lines[0]
+    if not isinstance(body, cst.IndentedBlock):
+        return isinstance(line, cst.Pass)
+    plain = not any(empty.comment for empty in (*getattr(line, "leading_lines", ()), *body.footer))
+    return plain and isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Pass)
+
+
 def _alone(small: cst.BaseSmallStatement) -> cst.BaseSmallStatement:
     return small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+
+
+_DIRECTIVE = re.compile(r"#\s*(?:type:\s*ignore|noqa|pragma|fmt:|isort:|pylint:|pyright:|mypy:|ruff:)")
+"""Comments that speak to a tool about the line they stand on: they go with it."""
 
 
 def _comments_of(line: cst.CSTNode) -> list[cst.EmptyLine]:
     """The comments of a line, each on a line of its own, and blank lines before them."""
     leading = list(getattr(line, "leading_lines", ()))
     trailing = getattr(line, "trailing_whitespace", None)
-    if trailing is not None and trailing.comment is not None:
+    if trailing is not None and trailing.comment is not None and not _DIRECTIVE.match(trailing.comment.value):
         leading.append(cst.EmptyLine(comment=trailing.comment))
     return leading
 

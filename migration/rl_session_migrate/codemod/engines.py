@@ -12,6 +12,7 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Place, Statement, bound_paths, has_stray_await
+from rl_session_migrate.codemod.ours import spoken
 from rl_session_migrate.codemod.program import Doing, Event
 from rl_session_migrate.codemod.scoping import Run, is_pure
 from rl_session_migrate.receivers import Identity
@@ -104,7 +105,9 @@ def _run_before(block: Block, index: int, sleep: Site, taken: int) -> AwakeRun |
     inside = block.statements[first : last + 1]
     nodes = frozenset(id(event.node) for statement in inside for event in statement.events())
     is_async = any(_awaits(statement) for statement in inside)
-    return AwakeRun(Run(block, first, last, f"scopes({sleep.receiver}).awake()", is_async), sleep, nodes)
+    return AwakeRun(
+        Run(block, first, last, f"{spoken(sleep.receiver, sleep.function)}.awake()", is_async), sleep, nodes
+    )
 
 
 def _uses(event: Event, who: Identity) -> bool:

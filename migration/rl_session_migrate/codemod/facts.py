@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import libcst as cst
-
 from rl_session_migrate.codemod.blocks import Block, blocks_of
-from rl_session_migrate.codemod.elsewhere import Elsewhere
+from rl_session_migrate.codemod.elsewhere import Elsewhere, imported_name
 from rl_session_migrate.codemod.engines import place_in
-from rl_session_migrate.codemod.plan import CALLBACK, COROUTINES, OPEN_STEP, SHAPES
+from rl_session_migrate.codemod.ours import is_in_own_scope
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.refits import is_covered
 from rl_session_migrate.codemod.scoping import covers
-from rl_session_migrate.outline import Function
+from rl_session_migrate.codemod.steps import OpenSteps
+from rl_session_migrate.codemod.words import CALLBACK, COROUTINES, SHAPES
+from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Shape, Site
 from rl_session_migrate.tree import dotted
 
-__all__ = ["Facts", "is_registrable", "safe_functions"]
+__all__ = ["Facts", "is_bound_again", "is_registrable", "safe_functions"]
 
 
 class Facts:
@@ -46,11 +46,7 @@ class Facts:
             site for site in program.module.sites if site.receiver is not None and site.shape is not Shape.REMOTE
         )
         self._awaited = [identity_of(s) for s in self.sites if s.shape is Shape.AWAITED and s.rule.is_lifecycle]
-        self._steps = [
-            (id(site.function), identity_of(site))
-            for site in self.sites
-            if site.rule.kind is Kind.STEP and site.rule.api is Api.LEGACY
-        ]
+        self.steps = OpenSteps(program, self.same, elsewhere)
 
     def body(self, function: Function) -> Block | None:
         """The blocks of a function; a lambda has none."""
@@ -95,16 +91,16 @@ class Facts:
         """Whether a site stands in a scope of its own tenant already."""
         assert site.receiver is not None
         tenant = site.receiver.tenant
-        return covers(self.program, site.withs, site.receiver.identity, lambda receiver: receiver.tenant is tenant)
+        return is_in_own_scope(site) or covers(
+            self.program, site.withs, site.receiver.identity, lambda receiver: receiver.tenant is tenant
+        )
 
     def why_manual(self, site: Site) -> str:
         """Why a tenant cannot be put into scopes where a site stands; "" if it can."""
         who = identity_of(site)
         if any(self.same(who, other) for other in self._awaited):
             return COROUTINES
-        if any(function == id(site.function) and self.same(who, other) for function, other in self._steps):
-            return OPEN_STEP
-        return ""
+        return self.steps.why_open(site)
 
     def why_not_replaced(self, site: Site) -> str:
         """Why a transition cannot simply go or be replaced where it stands; "" if it can."""
@@ -116,14 +112,6 @@ class Facts:
         if not why and (not site.is_statement or site.is_conditional):
             why = "its statement does more than call it"
         return why
-
-
-def imported_name(program: Program, event: Event) -> str:
-    """The dotted name of the imported function that an event calls; "" for anything else."""
-    path = dotted(event.node.func) if isinstance(event.node, cst.Call) else None
-    first, _, rest = (path or "").partition(".")
-    full = program.module.outline.imports.get(first, "")
-    return full + (f".{rest}" if rest and full else "")
 
 
 def safe_functions(facts: Facts) -> frozenset[str]:
@@ -177,8 +165,14 @@ def is_registrable(function: Function, receiver: Receiver) -> bool:
     if not receiver.is_single or path is None:
         return False
     root = path.partition(".")[0]
-    parameters = {parameter.name for parameter in function.parameters}
-    return root in parameters or root == function.this or not function.bindings.get(root)
+    bindings = function.bindings.get(root, [])
+    return root == function.this or not bindings or any(binding.by is By.PARAMETER for binding in bindings)
+
+
+def is_bound_again(function: Function, receiver: Receiver) -> bool:
+    """Whether the name of a tenant may stand for another object later in a function."""
+    root = (dotted(receiver.node) or "").partition(".")[0]
+    return any(binding.by is not By.PARAMETER for binding in function.bindings.get(root, ()))
 
 
 def _aliases(program: Program) -> Callable[[Identity, Identity], bool]:

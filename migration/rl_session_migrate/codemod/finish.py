@@ -5,10 +5,8 @@ Every stroke looks first whether it is there already, so that a second time chan
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.edits import comment_line, line_of
@@ -16,41 +14,15 @@ from rl_session_migrate.codemod.facts import Facts
 from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.program import Doing, Program
 from rl_session_migrate.codemod.scoping import is_pure
-from rl_session_migrate.outline import Function
+from rl_session_migrate.codemod.shares import share, tenants_of_scopes
+from rl_session_migrate.codemod.strokes import Spelling, Strokes, insert_behind, statement_of
 from rl_session_migrate.receivers import Receiver
-from rl_session_migrate.rules import HELPERS, Api, Kind, Tenant
+from rl_session_migrate.rules import HELPERS, Kind, Tenant
 from rl_session_migrate.sites import Site
-from rl_session_migrate.tree import callee, code, dotted, walk
 
 __all__ = ["MARK", "Spelling", "finish"]
 
 MARK = "rl-session: kept: "
-_ORDER = (Tenant.POLICY, Tenant.VALUE, Tenant.ENGINE)
-
-
-@attrs.frozen
-class Spelling:
-    """How the module spells our names."""
-
-    scopes: str = "scopes"
-    share: str = "share"
-
-
-@attrs.define
-class _Strokes:
-    """What to write, by the statement it is written at.
-
-    Attributes:
-        above: Comments above statements.
-        behind: Lines behind statements.
-        before: Lines before statements.
-        instead: Lines instead of statements.
-    """
-
-    above: dict[cst.CSTNode, list[str]] = attrs.field(factory=lambda: defaultdict(list))
-    behind: dict[cst.CSTNode, list[str]] = attrs.field(factory=lambda: defaultdict(list))
-    before: dict[cst.CSTNode, list[str]] = attrs.field(factory=lambda: defaultdict(list))
-    instead: dict[cst.CSTNode, str] = attrs.field(factory=dict)
 
 
 def finish(facts: Facts, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode], spelling: Spelling) -> cst.Module:
@@ -62,15 +34,15 @@ def finish(facts: Facts, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode],
         parents: The parent of each node.
         spelling: How it spells our names.
     """
-    program, strokes = facts.program, _Strokes()
+    program, strokes = facts.program, Strokes()
     for site, why in plan.left.items():
-        statement = _statement_of(site.node, parents)
+        statement = statement_of(site.node, parents)
         if statement is not None:
             _explain(strokes, statement, why)
-    for receiver, node in (*_moved_by_hand(program, plan), *_handed_on(facts)):
-        _forget(strokes, receiver, _statement_of(node, parents), parents, spelling)
+    for receiver, node in (*_moved_by_hand(program, plan), *_saved(facts), *_handed_on(facts)):
+        _forget(strokes, receiver, statement_of(node, parents), parents, spelling)
     for function in program.functions:
-        _share(strokes, program, function, spelling)
+        share(strokes, program, function, spelling, parents)
     module = program.module.source.module
     if not (strokes.above or strokes.behind or strokes.before or strokes.instead):
         return module
@@ -82,18 +54,7 @@ def finish(facts: Facts, plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode],
 # -- why something stays -------------------------------------------------------------------------------------------
 
 
-def _statement_of(node: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> cst.CSTNode | None:
-    """The line or compound statement that something stands in."""
-    here: cst.CSTNode | None = node
-    while here is not None:
-        above = parents.get(here)
-        if isinstance(above, (cst.IndentedBlock, cst.Module)) and here in above.body:
-            return here
-        here = above
-    return None
-
-
-def _explain(strokes: _Strokes, statement: cst.CSTNode, why: str) -> None:
+def _explain(strokes: Strokes, statement: cst.CSTNode, why: str) -> None:
     leading = getattr(statement, "leading_lines", ())
     if any(line.comment is not None and MARK.strip() in line.comment.value for line in leading):
         return
@@ -106,18 +67,42 @@ def _explain(strokes: _Strokes, statement: cst.CSTNode, why: str) -> None:
 
 def _moved_by_hand(program: Program, plan: Plan) -> Iterator[tuple[Receiver, cst.CSTNode]]:
     """Transitions that stay, of tenants that scopes know."""
-    known = {
+    known = _known(program)
+    for site in plan.left:
+        if not isinstance(site, Site) or site.receiver is None or not site.shape.runs_here:
+            continue
+        if not site.rule.is_lifecycle or site.rule.kind is Kind.NOOP or _is_left_to_callers(program, site):
+            continue
+        if (site.receiver.tenant, site.receiver.identity.path) in known and is_pure(site.receiver):
+            yield site.receiver, site.node
+
+
+def _is_left_to_callers(program: Program, site: Site) -> bool:
+    """Whether a helper makes no call through scopes: its callers' refit blocks know what it leaves behind."""
+    if site.function.simple_name not in HELPERS:
+        return False
+    mine = program.module.sites_in(site.function)
+    return not any(other.receiver is not None and other.receiver.is_scopes for other in mine)
+
+
+def _saved(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
+    """Policies that scopes know and that are saved outside a scope of theirs: a Megatron policy comes in for that, and stays."""
+    known = _known(facts.program)
+    for site in facts.sites:
+        if site.method == "save_checkpoint" and site.rule.tenant is Tenant.POLICY and site.shape.runs_here:
+            receiver = site.receiver
+            is_known = receiver is not None and (receiver.tenant, receiver.identity.path) in known
+            if receiver is not None and is_known and is_pure(receiver) and not facts.is_covered(site):
+                yield receiver, site.node
+
+
+def _known(program: Program) -> set[tuple[Tenant, str]]:
+    """The tenants that scopes know."""
+    return {
         (site.receiver.tenant, site.receiver.identity.path)
         for site in program.module.sites
         if site.receiver is not None and site.receiver.is_scopes
     }
-    for site in plan.left:
-        if not isinstance(site, Site) or site.receiver is None or not site.shape.runs_here:
-            continue
-        if site.function.simple_name in HELPERS or not site.rule.is_lifecycle or site.rule.kind is Kind.NOOP:
-            continue  # a helper's callers know what it leaves behind
-        if (site.receiver.tenant, site.receiver.identity.path) in known and is_pure(site.receiver):
-            yield site.receiver, site.node
 
 
 def _handed_on(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
@@ -127,7 +112,7 @@ def _handed_on(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
     """
     program = facts.program
     for function in program.functions:
-        known = {str(tenant) for tenant in _tenants(program, function)}
+        known = {str(tenant) for tenant in tenants_of_scopes(program, function)}
         for event in program.all_events(function):
             for receiver in (
                 event.handed.values() if event.doing is Doing.HANDED and not facts.is_in_sight(event) else ()
@@ -137,7 +122,7 @@ def _handed_on(facts: Facts) -> Iterator[tuple[Receiver, cst.CSTNode]]:
 
 
 def _forget(
-    strokes: _Strokes,
+    strokes: Strokes,
     receiver: Receiver,
     statement: cst.CSTNode | None,
     parents: Mapping[cst.CSTNode, cst.CSTNode],
@@ -147,119 +132,14 @@ def _forget(
         return
     if any(isinstance(small, (cst.Return, cst.Raise)) for small in statement.body):
         return
-    text = f"{spelling.scopes}({receiver}).forget()"
-    block = parents[statement]
-    assert isinstance(block, (cst.IndentedBlock, cst.Module))
-    index = list(block.body).index(statement)
-    following = block.body[index + 1] if index + 1 < len(block.body) else None
-    there = isinstance(following, cst.SimpleStatementLine) and code(following.body[0]) == text
-    if not there and text not in strokes.behind[statement]:
-        strokes.behind[statement].append(text)
-
-
-# -- who shares the device -----------------------------------------------------------------------------------------
-
-
-def _share(strokes: _Strokes, program: Program, function: Function, spelling: Spelling) -> None:
-    """One line before the first scope of a function."""
-    node = function.node
-    if isinstance(node, cst.Lambda):
-        return
-    body = node.body if isinstance(node, cst.Module) else node.body.body
-    tenants = _tenants(program, function)
-    first = _first_scope(program, function, body)
-    if not tenants or first is None or _is_shared_by_callers(program, function, tenants):
-        return
-    known = [tenant for tenant in tenants if _is_bound_before(function, tenant, body[:first])]
-    names = [str(tenant) for kind in _ORDER for tenant in known if tenant.tenant is kind]
-    there = _existing(body, spelling)
-    if there is not None:
-        line, call = there
-        said = [code(arg.value) for arg in call.args if arg.keyword is None]
-        missing = [name for name in names if name not in said]
-        if missing:
-            strokes.instead[line] = _share_line(spelling, [*said, *missing])
-    elif names:
-        strokes.before[body[first]].append(_share_line(spelling, names))
-
-
-def _makes_room(site: Site) -> bool:
-    """Whether a call enters a scope or moves a tenant through one: then it matters who shares the device."""
-    return site.receiver is not None and site.receiver.is_scopes and site.method != "forget"
-
-
-def _share_line(spelling: Spelling, names: list[str]) -> str:
-    return f"{spelling.share}({', '.join(names)}, only_colocated=True)"
-
-
-def _tenants(program: Program, function: Function) -> list[Receiver]:
-    """The tenants that a function has scopes of, or moves, and can name for as long as it runs."""
-    found: dict[str, Receiver] = {}
-    for site in program.module.sites_in(function):
-        receiver = site.receiver
-        if not _makes_room(site) or receiver is None or not receiver.is_single or dotted(receiver.node) is None:
-            continue
-        found.setdefault(str(receiver), receiver)
-        if site.rule.kind is Kind.REFIT and isinstance(site.node, cst.Call) and site.node.args:
-            engine = program.module.receivers.of(site.node.args[0].value, function)
-            if engine is not None and dotted(engine.node) is not None:
-                found.setdefault(str(engine), engine)
-    return list(found.values())
-
-
-def _first_scope(program: Program, function: Function, body: object) -> int | None:
-    """The first statement that has a scope, or calls a function of this module that is handed a tenant."""
-    nodes = {site.node for site in program.module.sites_in(function) if _makes_room(site)}
-    if not nodes:
-        return None
-    calls = [event for event in program.all_events(function) if event.doing is Doing.CALL and event.handed]
-    nodes |= {event.node for event in calls if isinstance(event.node, cst.Call)}
-    assert isinstance(body, (list, tuple))
-    for index, statement in enumerate(body):
-        if any(here in nodes for here in walk(statement, into_functions=False)):
-            return index
-    return None
-
-
-def _is_bound_before(function: Function, tenant: Receiver, before: object) -> bool:
-    """Whether a name stands for its tenant from here on: a parameter, an outer name, or bound by a line above."""
-    root = str(tenant).partition(".")[0]
-    bindings = function.bindings.get(root, [])
-    if not bindings or any(binding.node in {p.node for p in function.parameters} for binding in bindings):
-        return True
-    assert isinstance(before, (list, tuple))
-    above = {here for statement in before for here in walk(statement, into_functions=False)}
-    return any(binding.node in above for binding in bindings)
-
-
-def _is_shared_by_callers(program: Program, function: Function, tenants: list[Receiver]) -> bool:
-    """Whether every caller is in sight and says it: a helper that works on one tenant need not."""
-    callers = program.callers(function)
-    if not callers or len(tenants) > 1:
-        return False
-    if any(site.rule.kind is Kind.REFIT and site.rule.api is Api.SCOPED for site in program.module.sites_in(function)):
-        return False
-    names = {parameter.name for parameter in function.parameters}
-    if not all(str(tenant) in names for tenant in tenants):
-        return False
-    return all(caller.function is not function and _tenants(program, caller.function) for caller in callers)
-
-
-def _existing(body: object, spelling: Spelling) -> tuple[cst.SimpleStatementLine, cst.Call] | None:
-    assert isinstance(body, (list, tuple))
-    for line in body:
-        if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 and isinstance(line.body[0], cst.Expr):
-            value = line.body[0].value
-            if isinstance(value, cst.Call) and callee(value) == spelling.share and isinstance(value.func, cst.Name):
-                return line, value
-    return None
+    insert_behind(strokes, statement, parents, f"{spelling.scopes}({receiver}).forget()")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
 class _Writer(cst.CSTTransformer):
-    def __init__(self, strokes: _Strokes, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
+    def __init__(self, strokes: Strokes, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
         super().__init__()
         self._strokes = strokes
         self._touched: set[cst.CSTNode] = set()

@@ -17,7 +17,7 @@ from rl_session_migrate.flow import How, Part
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
-from rl_session_migrate.sites import Site
+from rl_session_migrate.sites import Shape, Site
 from rl_session_migrate.tree import callee
 
 __all__ = ["Failure", "Reach", "Walker", "place", "reasons"]
@@ -158,7 +158,7 @@ class Walker:
                 assert site is not None
                 if not site.shape.runs_here:
                     reach.failures.append(
-                        Failure(event, f"{site.method} is passed as a value in {place(site.function)}")
+                        Failure(event, f"{site.method} comes next in {place(site.function)}: {_WRITTEN[site.shape]}")
                     )
                     return False
                 return not site.is_conditional and site.rule.kind is not Kind.NOOP
@@ -257,6 +257,14 @@ class Walker:
                     reach.uses[id(event.node)] = event
 
 
+_WRITTEN = {
+    Shape.SUBMITTED: "it is passed as a value and runs in another thread or task",
+    Shape.VALUE: "it is passed as a value, and when it runs is not in sight",
+    Shape.STRING: "it is named in a string",
+}
+"""How a transition is written that may not have happened when its statement is over."""
+
+
 def place(function: Function) -> str:
     """A function, in words."""
     return (
@@ -278,5 +286,6 @@ def is_our_line(node: cst.CSTNode | None) -> bool:
 
 
 def reasons(failures: Iterable[Failure]) -> str:
-    """The first reasons of several failures, once each."""
-    return "; ".join(list(dict.fromkeys(failure.why for failure in failures))[:2])
+    """The first reason of several failures, and how many more there are."""
+    found = list(dict.fromkeys(failure.why for failure in failures))
+    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")

@@ -6,22 +6,11 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.scoping import Run
-from rl_session_migrate.sites import HelperSite, Shape, Site
+from rl_session_migrate.sites import HelperSite, Site
 
-__all__ = ["CALLBACK", "COROUTINES", "OPEN_STEP", "SHAPES", "Found", "Plan"]
+__all__ = ["Found", "Plan"]
 
 Found = Site | HelperSite
-
-COROUTINES = "its lifecycle methods are awaited, and a scope calls them without awaiting"
-OPEN_STEP = "a train step stays open here between calls"
-CALLBACK = "it stands in a callback: who runs it, and when, is not in sight"
-SHAPES = {
-    Shape.AWAITED: "it is awaited",
-    Shape.TO_THREAD: "the method is passed as a value and runs in a thread",
-    Shape.SUBMITTED: "the method is passed as a value and runs in another thread or task",
-    Shape.VALUE: "the method is passed as a value: who calls it, and when, is not in sight",
-    Shape.STRING: "the method is named in a string",
-}
 
 
 @attrs.define(eq=False)

@@ -11,6 +11,7 @@ from rl_session_migrate.codemod.paths import Reach, Walker, reasons
 from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.program import Doing, Event
 from rl_session_migrate.codemod.scoping import wanted
+from rl_session_migrate.codemod.steps import keeps_gradients
 from rl_session_migrate.codemod.uses import Uses
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Receiver
@@ -46,7 +47,7 @@ def _why_kept(facts: Facts, site: Site, reach: Reach) -> str:
     why = facts.why_not_replaced(site)
     if why:
         return why
-    if _keeps_gradients(site):
+    if keeps_gradients(site):
         return "it keeps gradients (keep_train_buffers), which only a scope that says so does: write it by hand"
     if is_guarded(site, reach):
         return "a handler around it deals with its failure"
@@ -55,13 +56,6 @@ def _why_kept(facts: Facts, site: Site, reach: Reach) -> str:
     if not reach.uses and reach.leaves:
         return "nothing in sight uses what it prepares"
     return ""
-
-
-def _keeps_gradients(site: Site) -> bool:
-    """Whether a prepare says, or may say, that gradients of an open step stay."""
-    call = site.node
-    given = call.args if isinstance(call, cst.Call) and site.method == "prepare_for_lp_inference" else ()
-    return any(code(argument.value) != "False" for argument in given)
 
 
 def is_guarded(site: Site, reach: Reach) -> bool:
@@ -77,7 +71,11 @@ def is_guarded(site: Site, reach: Reach) -> bool:
 def _why_handing_matters(facts: Facts, event: Event) -> str:
     if facts.is_in_sight(event):
         return ""
+    if "self" in event.handed and not isinstance(event.node, cst.Call):
+        return f"{code(event.node)} is used: what is asked of it may need what this brings in"
     name = code(event.node.func) if isinstance(event.node, cst.Call) else "a function"
+    if "self" in event.handed:
+        return f"{name}() is no method that is known: it may need what this brings in"
     return f"what it prepares is handed to {name}(), which is not in sight"
 
 

@@ -13,11 +13,11 @@ from enum import Enum, auto
 import attrs
 import libcst as cst
 
-from rl_session_migrate.codemod.known import is_harmless
+from rl_session_migrate.codemod.known import is_harmless, is_harmless_method
 from rl_session_migrate.flow import Graph, build, evaluated
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity, Receiver
-from rl_session_migrate.rules import Api, Kind, Rule, Tenant
+from rl_session_migrate.rules import Api, Kind, Rule, Tenant, methods
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site, tenants_handed_to
 from rl_session_migrate.tree import children, dotted
 
@@ -98,13 +98,18 @@ class Caller:
 
 
 class Program:
-    """A module with the graphs and events of its functions."""
+    """A module with the graphs and events of its functions.
 
-    def __init__(self, module: Module) -> None:
+    Args:
+        module: The module.
+        hands_only: Whether functions matter that only hand tenants on, in a module that does nothing else with them.
+    """
+
+    def __init__(self, module: Module, *, hands_only: bool = False) -> None:
         self.module = module
         self._graphs: dict[int, Graph] = {}
         self._events: dict[tuple[int, int], tuple[Event, ...]] = {}
-        self._calls = _Calls(module)
+        self._calls = _Calls(module, hands_only=hands_only)
         self._callers: dict[int, list[Caller]] | None = None
         self._all: dict[int, tuple[Event, ...]] = {}
 
@@ -183,14 +188,14 @@ class Program:
 class _Calls:
     """Calls and mentions of functions, found in one walk over the module."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, hands_only: bool) -> None:
         self.module = module
         self._mentions: set[int] = set()
         self._called: dict[int, list[Function]] = defaultdict(list)
         self._events: dict[cst.CSTNode, list[Event]] = {}
         self._spoken: set[int] = {id(site.function) for site in module.sites}
         self._spoken |= {id(helper.function) for helper in module.helpers}
-        if module.sites or module.helpers:
+        if module.sites or module.helpers or hands_only:
             self._visit(module.source.module, module.outline.body, None)
         self.relevant = self._relevant()
         self._relevant_ids = {id(function) for function in self.relevant}
@@ -269,12 +274,23 @@ class _Calls:
             return
         if isinstance(node, cst.Call):
             yield from self._make_call(node, function)
+        elif isinstance(node, cst.Attribute) and node.attr.value == "worker_group":
+            yield from self._reached(node, node.value, function)
+
+    def _reached(self, node: cst.CSTNode, owner: cst.BaseExpression, function: Function) -> Iterator[Event]:
+        """A tenant of whom something is asked that the tables do not know: it may compute, or move."""
+        found = self.module.receivers.of(owner, function)
+        if found is not None and found.tenant in (Tenant.POLICY, Tenant.VALUE) and not found.is_scopes:
+            yield Event(Doing.HANDED, node, handed={"self": found})
 
     def _make_call(self, node: cst.Call, function: Function) -> Iterator[Event]:
         if is_harmless(node) or self.module.receivers.library_name(node.func, function) in ("scopes", "share"):
             return
         if _is_device_use(node):
             yield Event(Doing.DEVICE, node)
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        if isinstance(node.func, cst.Attribute) and method not in _KNOWN and not is_harmless_method(method):
+            yield from self._reached(node, node.func.value, function)
         target = self.module.outline.callable_named(dotted(node.func) or "", caller=function)
         handed = dict(tenants_handed_to(node, self.module, function))
         if target is not None and not handed and id(target) not in self._relevant_ids:
@@ -294,6 +310,9 @@ def _by_parameter(handed: Mapping[int | str, Receiver], target: Function) -> dic
         else:
             found[names[key] if key < len(names) else str(key)] = receiver
     return found
+
+
+_KNOWN = methods()
 
 
 def _is_device_use(node: cst.Call) -> bool:

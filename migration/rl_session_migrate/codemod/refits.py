@@ -12,9 +12,10 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Place, Statement, bound_paths, has_stray_await
-from rl_session_migrate.codemod.plan import SHAPES
+from rl_session_migrate.codemod.paths import is_our_line
 from rl_session_migrate.codemod.program import Doing, Event, Program
 from rl_session_migrate.codemod.scoping import Run, is_pure
+from rl_session_migrate.codemod.words import SHAPES
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
@@ -70,7 +71,8 @@ def find_pushes(body: Block) -> Iterator[Push | tuple[Site, str]]:
 def _from(block: Block, sites: list[Site], start: Site) -> Push | str:
     """The push that begins with a call; "" if none does, else why it cannot be rewritten here."""
     later = sites[sites.index(start) :]
-    end = next((s for s in later if s.method == "offload_after_refit" and _same(s, start)), None)
+    # An `offload()` of ours in its place does the same: an earlier pass or run may have put it there.
+    end = next((s for s in later if s.method in ("offload_after_refit", "offload") and _same(s, start)), None)
     first = next((s for s in later if _wakes(s, "weights")), None)
     if end is None or first is None or first.receiver is None:
         return ""
@@ -104,8 +106,11 @@ def _assemble(block: Block, four: tuple[Site, ...]) -> Push | str:
     opening, closing = block.statements[start : woken + 1], block.statements[end : served + 1]
     middle = block.statements[woken + 1 : end]
     if not middle:
+        inside = any(e.site is not None and e.site.rule.kind is Kind.TRANSFER for s in opening for e in s.events())
+        if inside:
+            return "the transfer stands in the branch of the first two calls of the push"
         return "nothing is transferred between the four calls of the push"
-    conditions = {_condition(statement, four) for statement in (*opening, *closing)}
+    conditions = {_condition(s, four) for s in (*opening, *closing) if not _is_our_line(s)}
     if None in conditions or len(conditions) != 1:
         return "the four calls of the push do not stand under one condition"
     (condition,) = conditions
@@ -138,8 +143,14 @@ def _condition(statement: Statement, four: tuple[Site, ...]) -> str | None:
     if dotted(node.test) is None:
         return None
     inner = statement.blocks[0].statements
-    alone = all(s.is_simple and len(s.head) == 1 and _is_one_of(s.head[0], four) for s in inner)
+    alone = all(_is_our_line(s) or (s.is_simple and len(s.head) == 1 and _is_one_of(s.head[0], four)) for s in inner)
     return code(node.test) if alone else None
+
+
+def _is_our_line(statement: Statement) -> bool:
+    """Whether a statement is a line of ours that does nothing to a device: an earlier run put it there."""
+    node = statement.node
+    return isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1 and is_our_line(node.body[0])
 
 
 def _is_one_of(event: Event, four: tuple[Site, ...]) -> bool:

@@ -49,6 +49,7 @@ class Totals:
         num_lines: Lines in all of them.
         trainers: Policy and value sites.
         engines: Engine sites.
+        unknown: Sites of somebody who is not known; all of them stay.
         reasons: Why sites stay, with how many of each.
     """
 
@@ -56,6 +57,7 @@ class Totals:
     num_lines: int = 0
     trainers: Count = attrs.field(factory=Count)
     engines: Count = attrs.field(factory=Count)
+    unknown: Count = attrs.field(factory=Count)
     reasons: Counter[str] = attrs.field(factory=Counter)
 
 
@@ -66,7 +68,7 @@ def totals(results: Iterable[FileResult]) -> Totals:
         found.files[str(result.status)] += 1
         found.num_lines += result.num_lines
         for outcome in result.result.outcomes if result.result is not None else ():
-            count = found.engines if outcome.tenant in ("engine", "synchronizer") else found.trainers
+            count = _count_of(found, outcome)
             count.found += 1
             if outcome.status is Status.REWRITTEN:
                 count.rewritten += 1
@@ -74,6 +76,12 @@ def totals(results: Iterable[FileResult]) -> Totals:
                 count.left += 1
                 found.reasons[_sort_of(outcome.why)] += 1
     return found
+
+
+def _count_of(found: Totals, outcome: Outcome) -> Count:
+    if outcome.tenant == "unknown":
+        return found.unknown
+    return found.engines if outcome.tenant in ("engine", "synchronizer") else found.trainers
 
 
 def _sort_of(why: str) -> str:
@@ -95,6 +103,7 @@ def to_json(results: Sequence[FileResult]) -> bytes:
             "lines": counted.num_lines,
             "policy_and_value": attrs.asdict(counted.trainers),
             "engine": attrs.asdict(counted.engines),
+            "unknown": attrs.asdict(counted.unknown),
             "reasons": dict(counted.reasons.most_common()),
         },
     }

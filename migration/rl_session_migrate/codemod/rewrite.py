@@ -15,20 +15,31 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.decide import decide
-from rl_session_migrate.codemod.edits import apply
+from rl_session_migrate.codemod.edits import apply, split
 from rl_session_migrate.codemod.elsewhere import NOWHERE, Elsewhere
 from rl_session_migrate.codemod.facts import Facts, safe_functions
 from rl_session_migrate.codemod.finish import Spelling, finish
 from rl_session_migrate.codemod.imports import ADAPTER, add_import, spelling
+from rl_session_migrate.codemod.ours import handle_of
 from rl_session_migrate.codemod.plan import Found, Plan
 from rl_session_migrate.codemod.program import Program
+from rl_session_migrate.codemod.steps import OpenSteps
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Names
 from rl_session_migrate.rules import Api, Kind, Tenant
-from rl_session_migrate.sites import HelperSite, Module, Shape, Site, analyse
-from rl_session_migrate.tree import children, parse
+from rl_session_migrate.sites import HelperSite, Module, Shape, Site, UnknownSite, analyse
+from rl_session_migrate.tree import callee, children, parse, walk
 
-__all__ = ["Outcome", "Rewritten", "Status", "could_matter", "moving_functions", "rewrite"]
+__all__ = [
+    "STEP_WORDS",
+    "Outcome",
+    "Rewritten",
+    "Status",
+    "could_matter",
+    "handed_in_open_steps",
+    "moving_functions",
+    "rewrite",
+]
 
 MAX_PASSES = 8
 _WORDS = (
@@ -42,6 +53,10 @@ _WORDS = (
     b"refit_policy_generation",
     b"sync_weights",
 )
+
+
+STEP_WORDS = (b"begin_train_step", b"train_microbatches_from_meta", b"finish_train_step", b"keep_train_buffers")
+"""Of which a file mentions one if it keeps a train step open between calls."""
 
 
 class Status(StrEnum):
@@ -58,7 +73,7 @@ class Outcome:
     Attributes:
         line: Where it stood, from 1.
         column: Likewise.
-        tenant: "policy", "value" or "engine".
+        tenant: "policy", "value", "engine" or "synchronizer"; "unknown" where that cannot be told.
         method: What was called or named.
         receiver: On what.
         function: In which function.
@@ -141,6 +156,9 @@ def rewrite(
     _check_syntax(data)
     worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or NOWHERE)
     worker.run()
+    if worker.split_in_vain:
+        worker = _Rewriter(data.removeprefix(bom), path, names, elsewhere or NOWHERE, splits=False)
+        worker.run()
     after = bom + worker.data
     if data.endswith(b"\r") and not after.endswith(b"\r"):
         after += b"\r"  # the parser does not see a carriage return alone as the end of the last line
@@ -168,8 +186,22 @@ def _check_syntax(data: bytes) -> None:
 
 
 class _Rewriter:
-    def __init__(self, data: bytes, path: str, names: Names | None, elsewhere: Elsewhere) -> None:
+    """One module on its way.
+
+    Args:
+        data: Its bytes.
+        path: Shown in reports.
+        names: Extra names of tenants.
+        elsewhere: Asked about functions that are imported.
+        splits: Whether ``a; b`` may become two lines, where one of them is a transition.
+    """
+
+    def __init__(
+        self, data: bytes, path: str, names: Names | None, elsewhere: Elsewhere, *, splits: bool = True
+    ) -> None:
         self.data = data
+        self._splits = splits
+        self._split: frozenset[int] = frozenset()
         self.path = path
         self.names = names
         self.elsewhere = elsewhere
@@ -179,15 +211,25 @@ class _Rewriter:
         self.num_passes = 0
         self._alive: list[int] = []
         self._found: list[Outcome] = []
+        self._unknown: list[Outcome] = []
 
     @property
     def outcomes(self) -> list[Outcome]:
-        return self._found
+        return sorted([*self._found, *self._unknown], key=lambda outcome: (outcome.line, outcome.column))
+
+    @property
+    def split_in_vain(self) -> bool:
+        """Whether lines were split and nothing on any of them was rewritten: they might as well stay as they are."""
+        mine = [outcome for outcome in self._found if outcome.line in self._split]
+        return bool(mine) and all(outcome.status is Status.LEFT for outcome in mine)
 
     def run(self) -> None:
+        """Go through the passes."""
         module = analyse(parse(self.data, self.path), self.names)
         self._found = [_outcome(site) for site in _counted(module)]
+        self._unknown = [_unknown(site) for site in module.unknown]
         self._alive = list(range(len(self._found)))
+        module = self._apart(module)
         while True:
             program = Program(module)
             plan = decide(program, self.elsewhere)
@@ -200,9 +242,26 @@ class _Rewriter:
         self._note_left(module, plan)
         facts = Facts(program, self.elsewhere)
         self.carriers = _carriers(module)
+        self.assumed += _serving_loops(module)
         if module.receivers.speaks:  # else it is not even known what in it computes
             self.safe = safe_functions(facts)
         self.data = self._finished(facts, plan)
+
+    def _apart(self, module: Module) -> Module:
+        """The module with a line of its own for each statement beside a transition: a scope takes whole lines."""
+        parents = _parents(module.source.module)
+        lines = {
+            line
+            for site in _counted(module)
+            if isinstance(site, Site) and site.is_statement
+            for line in [_line_of(site.node, parents)]
+            if line is not None and len(line.body) > 1
+        }
+        if not lines or not self._splits:
+            return module
+        self._split = frozenset(module.source.line(line) for line in lines)
+        self.data = split(module.source.module, lines, parents).bytes
+        return analyse(parse(self.data, self.path), self.names)
 
     # -- text ----------------------------------------------------------------------------------------------------
 
@@ -299,6 +358,13 @@ def _parents(module: cst.Module) -> dict[cst.CSTNode, cst.CSTNode]:
     return parents
 
 
+def _line_of(node: cst.CSTNode, parents: dict[cst.CSTNode, cst.CSTNode]) -> cst.SimpleStatementLine | None:
+    here: cst.CSTNode | None = node
+    while here is not None and not isinstance(here, cst.SimpleStatementLine):
+        here = parents.get(here)
+    return here
+
+
 def _counted(module: Module) -> list[Found]:
     """The legacy lifecycle sites of a module: what the migration is about."""
     found: list[Found] = [site for site in module.sites if _is_counted(site)]
@@ -329,10 +395,43 @@ def _outcome(site: Found) -> Outcome:
     )
 
 
+def _unknown(site: UnknownSite) -> Outcome:
+    return Outcome(
+        line=site.position.line,
+        column=site.position.column,
+        tenant="unknown",
+        method=site.method,
+        receiver=site.receiver,
+        function=site.function.name or "<module>",
+        shape=str(site.shape),
+        why=site.why,
+        advice='if it is one, name it in pyproject.toml: [tool.rl-session.migrate] policies = ["..."]',
+    )
+
+
 def _is_same(one: Outcome, other: Outcome) -> bool:
     """Whether two sites are one call, in two states of a file."""
     keys = ("tenant", "method", "receiver", "function", "shape")
     return all(getattr(one, key) == getattr(other, key) for key in keys)
+
+
+def _serving_loops(module: Module) -> list[str]:
+    """Loops whose engine serves others while they work: they say when it blocks training, and scopes do not ask."""
+    found = []
+    for function in module.outline.functions.values():
+        has_scopes = any(s.receiver is not None and s.receiver.is_scopes for s in module.sites_in(function))
+        asked = [
+            n for n in walk(function.node, into_functions=False) if isinstance(n, cst.Call) and callee(n) in _SERVING
+        ]
+        if has_scopes and asked:
+            found.append(
+                f"{callee(asked[0])} in {function.name or 'the module'}: the engine serves others while this loop works; a"
+                " scope of a policy or value on the same GPUs puts it to sleep, so its users must be paused around each"
+            )
+    return found
+
+
+_SERVING = frozenset({"blocks_training", "wake_carries_weight_updates"})
 
 
 def _is_clean(module: Module, function: Function) -> bool:
@@ -373,8 +472,29 @@ def moving_functions(data: bytes, path: str, names: Names | None = None) -> froz
     )
 
 
+def handed_in_open_steps(data: bytes, path: str, names: Names | None, elsewhere: Elsewhere) -> list[tuple[str, str]]:
+    """The imported functions that a module hands a tenant to while a train step of it is open, and who does it.
+
+    Args:
+        data: Its bytes.
+        path: Shown in errors.
+        names: Extra names of tenants.
+        elsewhere: What is known of other modules.
+
+    Raises:
+        libcst.ParserSyntaxError: It is no Python.
+    """
+    program = Program(analyse(parse(data, path), names), hands_only=True)
+    return list(OpenSteps(program, Facts(program, elsewhere).same, elsewhere).handed_in_open_step())
+
+
 def _advice(site: Found) -> str:
     """What to do by hand about a site that stays."""
+    handles = (
+        [handle_of(t, site.function) for t in site.tenants if t is not None] if isinstance(site, HelperSite) else []
+    )
+    if len(handles) == 2 and all(handles):
+        return f"{handles[0]}.refit({handles[1]})  # in its place"
     if isinstance(site, HelperSite) or site.rule.kind is Kind.REFIT:
         return "with scopes(policy).legacy_refit(policy_generation): ...  # around the call"
     if site.rule.kind in (Kind.WAKE, Kind.SLEEP):
@@ -383,4 +503,6 @@ def _advice(site: Found) -> str:
         return "open the scope where the thread runs, or `async with` it around the awaited compute call"
     if site.shape in (Shape.VALUE, Shape.STRING):
         return "make the call in a function of your own, and open the scope there"
+    if site.rule.kind is Kind.OFFLOAD and site.method != "offload_before_refit":
+        return f"scopes({site.receiver}).offload()  # in its place"
     return site.rule.write.format(str(site.receiver), "policy_generation") + "  # around what relies on it"

@@ -12,7 +12,9 @@ import attrs
 import libcst as cst
 
 from rl_session_migrate.codemod.blocks import Block, Place, Statement, bound_paths, has_stray_await, num_lines
+from rl_session_migrate.codemod.ours import spoken
 from rl_session_migrate.codemod.program import Doing, Event, Program
+from rl_session_migrate.codemod.words import SHAPES
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import Shape, Site
@@ -30,7 +32,7 @@ class Want:
 
     Attributes:
         identity: Whose.
-        receiver: The expression to write.
+        receiver: What its scopes are called on: ``scopes(policy)``, or a handle of ours.
         scope: The method that makes it: ``logprob_mode``.
         arguments: What is passed to it.
     """
@@ -78,7 +80,7 @@ def wanted(site: Site) -> Want | None:
         scope = "refit_mode"
     else:
         return None
-    return Want(receiver.identity, str(receiver), scope)
+    return Want(receiver.identity, spoken(receiver, site.function), scope)
 
 
 def covers(
@@ -124,10 +126,8 @@ def is_pure(receiver: Receiver) -> bool:
 def place_of(body: Block, site: Site) -> Place | str:
     """The statement to wrap for a call, or why it cannot be wrapped, in words."""
     assert site.receiver is not None
-    if site.shape is Shape.STRING:
-        return "the method is named in a string"
-    if site.shape in (Shape.VALUE, Shape.SUBMITTED, Shape.TO_THREAD):
-        return "the method is passed as a value, so that it runs outside any statement"
+    if site.shape in SHAPES and site.shape is not Shape.AWAITED:
+        return SHAPES[site.shape]
     if any(isinstance(parent, cst.GeneratorExp) for parent in site.parents):
         return "a generator expression runs later than the statement it stands in"
     if not is_pure(site.receiver):
@@ -232,7 +232,7 @@ def _block_runs(program: Program, block: Block, chosen: dict[int, Want]) -> Iter
                 block,
                 item.first,
                 item.last,
-                f"scopes({item.want.receiver}).{item.want.scope}({item.want.arguments})",
+                f"{item.want.receiver}.{item.want.scope}({item.want.arguments})",
                 item.is_async,
             )
 

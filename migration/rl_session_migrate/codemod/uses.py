@@ -10,11 +10,12 @@ from collections.abc import Collection
 import attrs
 
 from rl_session_migrate.codemod.facts import Facts
-from rl_session_migrate.codemod.paths import place
-from rl_session_migrate.codemod.plan import CALLBACK, Plan
+from rl_session_migrate.codemod.paths import Walker, place
+from rl_session_migrate.codemod.plan import Plan
 from rl_session_migrate.codemod.program import Doing, Event
 from rl_session_migrate.codemod.scoping import Want, place_of, runs, wanted
-from rl_session_migrate.rules import Kind
+from rl_session_migrate.codemod.words import CALLBACK
+from rl_session_migrate.rules import Kind, Tenant
 from rl_session_migrate.sites import Site
 
 __all__ = ["Uses"]
@@ -39,9 +40,12 @@ class Uses:
             for statement in run.block.statements[run.first : run.last + 1]
             for event in statement.events()
         }
+        self._prepared = _prepared_saves(facts)
         for site in facts.sites:
             want = wanted(site)
-            if want is not None and not _reads_weights(site) and not facts.is_covered(site):
+            if want is None or _reads_weights(site) or facts.is_covered(site):
+                continue
+            if site.method != "save_checkpoint" or id(site.node) in self._prepared:
                 self._consider(site, want)
 
     def _consider(self, site: Site, want: Want) -> None:
@@ -82,7 +86,7 @@ class Uses:
             is_left = found is not None and found in self._plan.left
             return "the push of weights that follows is in no refit block" if is_left else ""
         assert site is not None
-        if self.is_scoped(event):
+        if self.is_scoped(event) or (site.method == "save_checkpoint" and id(site.node) not in self._prepared):
             return ""
         where = place(site.function)
         if site.rule.kind is Kind.STEP:
@@ -97,7 +101,9 @@ class Uses:
         if id(site.node) in self._pushed:
             return ""
         if site.rule.kind is Kind.TRANSFER:
-            return f"{site.method} in {place(site.function)} returns futures that may outlive any run of statements"
+            return (
+                f"{site.method} in {place(site.function)} pushes weights outside a refit block, which alone places that"
+            )
         why = self._why_bare(site)
         want = wanted(site)
         if why or want is None:
@@ -123,7 +129,8 @@ class Uses:
             reached: By the call's node, the transitions that it runs on.
         """
         for node, want in self._wants.items():
-            if want.scope == "logprob_mode" and reached.get(node) == {"prepare_for_training"}:
+            is_foreign = want.receiver.startswith("scopes(")  # our own scopes keep what an open step needs
+            if is_foreign and want.scope == "logprob_mode" and reached.get(node) == {"prepare_for_training"}:
                 self._wants[node] = attrs.evolve(want, arguments="keep_train_buffers=True")
 
     def wrap(self) -> None:
@@ -134,6 +141,20 @@ class Uses:
                 nodes = [id(site.node) for site in self._facts.program.module.sites_in(function)]
                 mine = {node: self._wants[node] for node in nodes if node in self._wants}
                 self._plan.runs += list(runs(self._facts.program, body, mine))
+
+
+def _prepared_saves(facts: Facts) -> frozenset[int]:
+    """The saves that rely on a ``prepare_*`` by hand.
+
+    Any other is legal where it stands: it saves what it finds, or what its backend brings in for it. A scope around it would
+    send the engine to sleep that serves meanwhile.
+    """
+    if not any(site.method == "save_checkpoint" for site in facts.sites):
+        return frozenset()
+    walker = Walker(facts.program, facts.same, lambda event: "", lambda event: "")
+    prepares = [s for s in facts.lifecycle(Tenant.POLICY, Tenant.VALUE) if s.rule.kind is Kind.PREPARE]
+    reached = [event for site in prepares for event in walker.after(site.function, site).uses.values()]
+    return frozenset(id(e.node) for e in reached if e.site is not None and e.site.method == "save_checkpoint")
 
 
 def _reads_weights(site: Site) -> bool:

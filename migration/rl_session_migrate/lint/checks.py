@@ -5,29 +5,34 @@ The tables say what methods need (:mod:`rl_session_migrate.rules`) and what mode
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import attrs
 import libcst as cst
 
-from rl_session.lifecycle import may_call, may_nest, scope_to_write
+from rl_session.lifecycle import Mode, may_call, may_nest, scope_to_write
 from rl_session_migrate.lint.interpret import Interpreter
 from rl_session_migrate.lint.phrases import (
     cause,
     is_evaluation,
+    keeps_buffers,
     receiver_of,
     release,
     remedy,
     shared,
 )
-from rl_session_migrate.lint.state import At, Path, State
+from rl_session_migrate.lint.plan import waits_for
+from rl_session_migrate.lint.state import At, Path, Side, State
 from rl_session_migrate.lint.verdicts import Verdicts
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
-from rl_session_migrate.sites import HelperSite, Module, Shape, Site
-from rl_session_migrate.tree import arguments, callee, code
+from rl_session_migrate.sites import HelperSite, Module, Site
+from rl_session_migrate.tree import arguments, callee, code, walk
 
 __all__ = ["Checks"]
 
-_WAITS = frozenset({"get", "wait", "result", "gather", "run"})
+_OPEN_STEP = "the call raises OpenStepError (RLS106)"
 
 
 class Checks:
@@ -38,32 +43,46 @@ class Checks:
         self._interpreter = interpreter
         self._verdicts = verdicts
         self._shared = frozenset(shared(module))
+        self._samples_itself = "InProcessEngine" in module.source.module.code
         self._word_cache: dict[Function, frozenset[str]] = {}
 
-    def sides(self, path: Path, site: Site, receiver: Receiver) -> None:
-        """Waiting for the trainer's side right away, with the engine's side started only afterwards."""
-        around = [p for p in site.parents[-3:] if isinstance(p, cst.Call) and callee(p) in _WAITS]
-        later = [
-            other
-            for other in self._module.sites
-            if other.function is site.function
-            and other.rule.kind is Kind.TRANSFER
-            and other.receiver is not None
-            and other.receiver.tenant is Tenant.ENGINE
-        ]
-        started = any(other.node in self._verdicts.seen and self._reached(path, other) for other in later)
-        if around and later and not started:
-            what = (
-                f"{callee(around[-1])}({receiver}.{site.method}()) waits for the sending side "
-                f"before {later[0].receiver}.{later[0].method}() on line {later[0].position.line} starts the receiving one"
-            )
-            self._verdicts.say("RLM012", site.node, path, what, "start both sides, then wait for both together")
+    def started(self, path: Path, site: Site, receiver: Receiver) -> tuple[Path, Side | None]:
+        """One side of a transfer is started: whoever waited for the other side alone waits for ever.
 
-    @staticmethod
-    def _reached(path: Path, other: Site) -> bool:
-        assert other.receiver is not None
-        state = path.of(other.receiver.identity)
-        return any(line == other.position.line for _, line in state.pending)
+        Returns:
+            The path on which the other side has met this one, and what this side is until it is met.
+        """
+        is_met = False
+        for identity, state in path.tenants:
+            side = state.side
+            if side is None or side.tenant is receiver.tenant:
+                continue
+            is_met = True
+            path = path.put(identity, attrs.evolve(state, side=None))
+            if side.is_awaited and side.node is not None and side.path is not None:
+                one, other = ("sending", "receiving") if side.tenant is Tenant.POLICY else ("receiving", "sending")
+                what = (
+                    f"{side.wait} waits for the {one} side before {receiver}.{site.method}() on line "
+                    f"{site.position.line} starts the {other} one"
+                )
+                self._verdicts.say(
+                    "RLM012", side.node, side.path, what, "start both sides, then wait for both together"
+                )
+        if is_met or site.method == "stream_weights_via_http":  # whose other side is a server
+            return path, None
+        return path, self._waiting(path, site, receiver)
+
+    def _waiting(self, path: Path, site: Site, receiver: Receiver) -> Side:
+        chain = (*site.parents, site.node)[::-1]
+        around = [(above, below) for below, above in pairwise(chain)]
+        waiter = waits_for(around)
+        statement = set(walk(site.statement)) if waiter else set()
+        for other in self._module.sites if waiter else ():
+            is_other = other.receiver is not None and other.receiver.tenant is not receiver.tenant
+            if is_other and other.rule.kind is Kind.TRANSFER and other.node in statement:
+                waiter = ""  # ray.get([*sender.send(), *engine.receive()])
+        wait = f"{waiter}({receiver}.{site.method}())"
+        return Side(receiver.tenant, bool(waiter), site.node, wait, path)
 
     def compute(self, path: Path, site: Site, receiver: Receiver, state: State) -> bool:
         """Whether the parameters, and for training everything else, are where the call needs them."""
@@ -129,6 +148,8 @@ class Checks:
         if not state.scopes or site.rule.mode is None:
             return
         outer = state.scopes[-1]
+        if Mode.GENERATION in (outer.mode, site.rule.mode) and not self._samples_itself:
+            return  # an engine may have devices of its own: then everything stays legal beside it
         if not may_nest(outer.mode, site.rule.mode):
             what = f"{site.method}() inside {outer.method}() of line {outer.line}: {site.rule.mode} does not nest in {outer.mode}"
             self._verdicts.say("RLM103", site.node, path, what, f"leave {outer.method}() first")
@@ -158,17 +179,18 @@ class Checks:
         """Whether a move destroys the gradients of a step that is open."""
         if state.step is None or not site.rule.destroys_gradients:
             return False
-        if site.shape is Shape.TO_THREAD:
-            call = next((p for p in reversed(site.parents) if isinstance(p, cst.Call)), None)
-        else:
-            call = site.node if isinstance(site.node, cst.Call) else None
-        if call is None:
-            return True
-        positional, keywords, is_open = arguments(call)
-        keep = keywords.get(
-            "keep_train_buffers", positional[0] if positional and site.shape is not Shape.TO_THREAD else None
-        )
-        return not is_open and (keep is None or code(keep) == "False")
+        return not keeps_buffers(site)
+
+    def train_in_step(self, path: Path, site: Site, receiver: Receiver, state: State) -> None:
+        """A whole train call while a step is open."""
+        if state.step is None or site.rule.gate != "train":
+            return
+        what = f"{receiver}.{site.method}() while the train step of line {state.step.position.line} is open"
+        if state.step.rule.api is Api.LEGACY:
+            why = "it zeroes the gradients before each global batch, in evaluation too: the chunks so far are lost"
+            self._verdicts.say("RLM004", site.node, path, what, "finish or abort the step first", why)
+        elif not is_evaluation(site):
+            self._verdicts.say("RLM009", site.node, path, what, "commit or abort the step first", _OPEN_STEP)
 
     def gradients(self, path: Path, site: Site, receiver: Receiver, state: State) -> None:
         """A move in an open step that destroys its gradients."""
@@ -200,10 +222,30 @@ class Checks:
 
     def awake(self, path: Path, node: cst.CSTNode, receiver: Receiver, state: State, name: str) -> None:
         """Something samples from an engine."""
+        write = f"{receiver}.prepare_for_generation() before it, or: with scopes({receiver}).awake():"
         if state.at is At.ASLEEP and not state.scopes:
             what = f"{name} after {cause(state)} put it to sleep"
-            write = f"{receiver}.prepare_for_generation() before it, or: with scopes({receiver}).awake():"
             self._verdicts.say("RLM006", node, path, what, write, since=state.by)
+        elif state.at in (At.WEIGHTS, At.KV_CACHE):
+            rest = "kv_cache" if state.at is At.WEIGHTS else "weights"
+            what = f"{name} with only the {state.at.replace('_', ' ')} awake since {cause(state)}"
+            write = f'{receiver}.prepare_for_generation(tags=["{rest}"]) before it'
+            self._verdicts.say("RLM006", node, path, what, write, since=state.by)
+
+    def saving(self, path: Path, site: Site, receiver: Receiver, state: State) -> None:
+        """A move under a checkpoint that may still be written: these two calls do not wait for it."""
+        if state.saving is None or receiver.tenant is not Tenant.POLICY:
+            return
+        line = state.saving.position.line
+        if site.method == "finish_inference":
+            does, why = "releases the parameters", ""
+        elif site.method == "prepare_for_lp_inference" and not keeps_buffers(site):
+            does = "may send optimizer state away"
+            why = "with offload_optimizer_for_logprob an asynchronous Megatron checkpoint loses what it still reads"
+        else:
+            return
+        what = f"{receiver}.{site.method}() {does}, and the checkpoint of line {line} was not waited for"
+        self._verdicts.say("RLM018", site.node, path, what, f"{receiver}.finalize_async_save() first", why)
 
     def parts(self, path: Path, site: Site, receiver: Receiver) -> None:
         """What the call that made the policy left out."""
@@ -235,7 +277,7 @@ class Checks:
             return
         for identity, state in path.tenants:
             # In the REFIT state a policy has made room for the engine's weights already.
-            is_in = state.at in (At.TRAINING, At.LOGPROB, At.AWAKE)
+            is_in = state.at in (At.TRAINING, At.LOGPROB, At.AWAKE, At.WEIGHTS, At.KV_CACHE)
             if identity == receiver.identity or state.by is None or not is_in or state.scopes:
                 continue
             other = receiver_of(state.by, identity)

@@ -583,6 +583,28 @@ _TABLE = (
         """,
         more='Only where the call that made the policy is in sight, and does not say `base="resident"`.',
     ),
+    Code(
+        code="RLM108",
+        name="handle-outlives-scope",
+        severity=Severity.ERROR,
+        why="a handle is good for its block: after it the call raises ModeError (RLS101) or runs in another mode",
+        wrong="""
+            import rl_session as rs
+
+            policy = rs.attach(model, optimizer)
+            with policy.training_mode() as training:
+                training.train(batch, loss_fn)
+            training.train(batch, loss_fn)
+        """,
+        right="""
+            import rl_session as rs
+
+            policy = rs.attach(model, optimizer)
+            with policy.training_mode() as training:
+                training.train(batch, loss_fn)
+                training.train(batch, loss_fn)
+        """,
+    ),
 )
 
 CODES: Mapping[str, Code] = {code.code: code for code in _TABLE}

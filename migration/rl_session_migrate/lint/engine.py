@@ -19,7 +19,7 @@ import libcst as cst
 from rl_session.errors import ConfigError
 from rl_session_migrate.lint.codes import CODES
 from rl_session_migrate.lint.config import LintConfig
-from rl_session_migrate.lint.findings import Finding, silenced
+from rl_session_migrate.lint.findings import Finding, Silencers
 from rl_session_migrate.lint.interpret import Interpreter
 from rl_session_migrate.lint.judge import PathJudge
 from rl_session_migrate.lint.plan import Plan
@@ -79,13 +79,14 @@ def lint_text(text: str | bytes, path: str = "<string>", config: LintConfig | No
         return (_unreadable(error, path),)
     module = analyse(source, config.names)
     found = sorted({finding for finding in _check(module) if config.reports(finding.code)})
-    return tuple(finding for finding in found if not _is_silenced(finding, source.lines))
+    silencers = Silencers(source.module.code) if found else None
+    return tuple(finding for finding in found if silencers is None or not silencers.silences(finding))
 
 
 def _check(module: Module) -> Iterator[Finding]:
+    yield from check_syntax(module)
     if not module.sites and not module.helpers:
         return
-    yield from check_syntax(module)
     told = set()
     plans: dict[Function, Plan] = {}
     for finding in _walk(module, plans, loops=True).verdicts.findings():
@@ -136,13 +137,6 @@ def _unreadable(error: Exception, path: str) -> Finding:
     return Finding(path, line, column, "RLM000", f"cannot be parsed: {says}", CODES["RLM000"].why, "Python that parses")
 
 
-def _is_silenced(finding: Finding, lines: Sequence[str]) -> bool:
-    if finding.code == "RLM000" or not 0 < finding.line <= len(lines):
-        return False
-    codes = silenced(lines[finding.line - 1])
-    return codes is not None and (not codes or finding.code in codes)
-
-
 # -- files -------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +158,11 @@ def find_files(paths: Iterable[Path], config: LintConfig) -> list[Path]:
                     if name.endswith(".py") and not config.excludes(file.resolve()):
                         found[file] = None
         else:
-            raise ConfigError(f"checking {str(path)!r}", ("there is no such file or folder",), "a path that exists")
+            raise ConfigError(
+                f"checking {str(path)!r}",
+                ("there is no such file or folder",),
+                "rl-session lint with a file or folder that is there",
+            )
     return list(found)
 
 

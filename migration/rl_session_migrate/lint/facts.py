@@ -76,6 +76,9 @@ class Conditions:
             case cst.UnaryOperation(operator=cst.Not()):
                 yield from self._atoms(test.expression, depth)
             case cst.BooleanOperation():
+                whole = self._atom(test)  # which side decided is not known, but the whole comes out the same again
+                if whole is not None:
+                    yield whole[0]
                 yield from self._atoms(test.left, depth)
                 yield from self._atoms(test.right, depth)
             case _:
@@ -112,6 +115,11 @@ class Conditions:
 
     def _assume_both(self, facts: Facts, test: cst.BooleanOperation, outcome: bool, depth: int) -> Facts | None:
         """``a and b`` is true if both are; false if either is, and then nothing is known of which, unless one is known."""
+        whole = self._atom(test)
+        if whole is not None:
+            if (whole[0], not outcome) in facts:
+                return None
+            facts = facts | {(whole[0], outcome)}
         conjunction = isinstance(test.operator, cst.And)
         if conjunction is outcome:  # (a and b) true, (a or b) false: both sides are known
             left = self._assume(facts, test.left, outcome, depth)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +12,7 @@ import attrs
 
 from rl_session_migrate.lint.codes import CODES, Severity
 
-__all__ = ["Finding", "silenced"]
+__all__ = ["Finding", "Silencers", "silenced"]
 
 _NOQA = re.compile(r"#\s*noqa(?P<colon>\s*:\s*(?P<codes>[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*))?", re.IGNORECASE)
 
@@ -74,8 +76,53 @@ def _escape(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
+class Silencers:
+    """The ``# noqa`` comments of a module.
+
+    A comment speaks for the line it stands on. At the end of a statement that goes over several lines (or of the header of a
+    compound one) it speaks for all of them, since there is no other place for it once a formatter has broken the line.
+
+    Args:
+        text: The source, which parses.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._of_line: dict[int, list[frozenset[str]]] = {}
+        if "noqa" in text.lower():
+            self._read(text)
+
+    def _read(self, text: str) -> None:
+        first = 0
+        comments: list[tuple[int, frozenset[str]]] = []
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            line = token.start[0]
+            if token.type in _LAYOUT:
+                continue
+            if token.type == tokenize.COMMENT:
+                codes = silenced(token.string)
+                if codes is not None:
+                    comments.append((line, codes))
+                    self._of_line.setdefault(line, []).append(codes)
+            elif token.type == tokenize.NEWLINE:
+                for at, codes in comments:
+                    if at == line:
+                        for covered in range(first, line):
+                            self._of_line.setdefault(covered, []).append(codes)
+                first, comments = 0, []
+            else:
+                first = first or line
+
+    def silences(self, finding: Finding) -> bool:
+        """Whether a comment says that a finding is wanted as it is."""
+        said = self._of_line.get(finding.line, ())
+        return finding.code != "RLM000" and any(not codes or finding.code in codes for codes in said)
+
+
+_LAYOUT = frozenset({tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING})
+
+
 def silenced(line: str) -> frozenset[str] | None:
-    """The codes that a ``# noqa`` comment on a line silences: an empty set means all, None means no comment."""
+    """The codes that a ``# noqa`` comment silences: an empty set means all, None means no such comment."""
     found = _NOQA.search(line)
     if found is None:
         return None

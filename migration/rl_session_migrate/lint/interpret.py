@@ -17,7 +17,7 @@ import libcst as cst
 
 from rl_session_migrate.flow import Node, Part
 from rl_session_migrate.lint.facts import Conditions
-from rl_session_migrate.lint.plan import Call, Event, Handed, Named, Plan, Yielded, guards
+from rl_session_migrate.lint.plan import Call, Event, Handed, Named, Plan, Used, Yielded, guards
 from rl_session_migrate.lint.state import Path
 from rl_session_migrate.outline import Function
 from rl_session_migrate.receivers import Identity
@@ -48,7 +48,11 @@ class Judge(Protocol):
         """The function is left for a while."""
         ...
 
-    def named(self, path: Path, name: str) -> Path:
+    def used(self, path: Path, event: Used) -> Path:
+        """A method that no rule knows is called on a tenant."""
+        ...
+
+    def named(self, path: Path, event: Named) -> Path:
         """A name is read."""
         ...
 
@@ -161,8 +165,10 @@ class Interpreter:
                 return self.judge.handed(path, event)
             case Yielded():
                 return [self.judge.yielded(path)]
+            case Used():
+                return [self.judge.used(path, event)]
             case Named():
-                return [self.judge.named(path, event.name)]
+                return [self.judge.named(path, event)]
 
     def _guarded(self, plan: Plan, path: Path, site: Site) -> list[Path]:
         """A site inside an expression that may be left out runs only where the expression gets to it."""
@@ -181,8 +187,11 @@ class Interpreter:
         if function in self._busy or self.depth >= _MAX_DEPTH or not self.is_relevant(function):
             return [path]
         states = dict(path.tenants)
+        seen = {outer.name for outer in function.chain()}
         for name, receiver in event.passed:
             states[Identity(function.name, name)] = path.of(receiver.identity)
+            if receiver.identity.home not in seen and not receiver.identity.path.startswith("self."):
+                states.pop(receiver.identity, None)  # one tenant, which goes by the parameter's name in there
         before = attrs.evolve(Path().put_all(states), trail=path.trail)
         self.depth += 1
         self.calls.append(event.node)

@@ -9,16 +9,17 @@ from typing import ClassVar
 import attrs
 import libcst as cst
 
+from rl_session.lifecycle import Mode
 from rl_session_migrate.lint.checks import Checks
 from rl_session_migrate.lint.interpret import Interpreter
-from rl_session_migrate.lint.phrases import cause, is_evaluation, rests_on_host
-from rl_session_migrate.lint.plan import Handed, assigned_name
-from rl_session_migrate.lint.state import At, OpenScope, Path, State, Step, at_mode
+from rl_session_migrate.lint.phrases import cause, is_evaluation, rests_on_host, woken_tags
+from rl_session_migrate.lint.plan import Handed, Named, Used, assigned_name
+from rl_session_migrate.lint.state import At, OpenScope, Path, State, Step, at_mode, at_woken
 from rl_session_migrate.lint.verdicts import Verdicts
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Site
-from rl_session_migrate.tree import arguments, callee, code
+from rl_session_migrate.tree import arguments, callee, code, is_string
 
 __all__ = ["PathJudge"]
 
@@ -41,7 +42,7 @@ class PathJudge:
         self._parked = frozenset(
             site.receiver.identity
             for site in module.sites
-            if site.method == "finish_inference" and site.receiver is not None
+            if site.method in ("finish_inference", "prepare_for_lp_inference") and site.receiver is not None
         )
 
     # -- what is asked -------------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ class PathJudge:
         if not receiver.is_single:
             return [self._stir(path, receiver.identity)]
         if not site.shape.runs_here:
+            if site.method == "finalize_async_save":  # handed to who waits for the checkpoint
+                return [path.put(receiver.identity, attrs.evolve(path.of(receiver.identity), saving=None))]
             moves = site.rule.is_lifecycle and site.rule.kind is not Kind.NOOP
             return [self._lose(path, receiver.identity) if moves else path]
         state = path.of(receiver.identity)
@@ -100,12 +103,22 @@ class PathJudge:
                 path = path.put(identity, State())
         return path
 
-    def named(self, path: Path, name: str) -> Path:
+    def used(self, path: Path, event: Used) -> Path:
+        """A method that no rule knows is called on a tenant: whoever brought it in did not do so for nothing."""
+        identity = event.receiver.identity
+        return self._stir(path.put(identity, attrs.evolve(path.of(identity), is_used=True)), identity)
+
+    def named(self, path: Path, event: Named) -> Path:
         """A name that holds futures is read: they are waited for, or somebody else's to wait for."""
         for identity, state in path.tenants:
-            if any(pending == name for pending, _ in state.pending):
-                kept = tuple(item for item in state.pending if item[0] != name)
-                path = path.put(identity, attrs.evolve(state, pending=kept))
+            if any(pending == event.name for pending, _ in state.pending):
+                kept = tuple(item for item in state.pending if item[0] != event.name)
+                side = state.side
+                if side is not None and event.waits:
+                    self.verdicts.saw(path, event.node)
+                    wait = f"{event.waits}({event.name})"
+                    side = attrs.evolve(side, is_awaited=True, node=event.node, wait=wait, path=path)
+                path = path.put(identity, attrs.evolve(state, pending=kept, side=side))
         return path
 
     def entered(self, path: Path, site: Site) -> Path:
@@ -119,10 +132,9 @@ class PathJudge:
         self.verdicts.saw(path, site.node)
         self.checks.nesting(path, site, receiver, state)
         self.checks.sharing(path, site, receiver)
-        scope = OpenScope(mode, site.position.line, site.method, state.at)
-        inside = attrs.evolve(
-            state, at=at_mode(mode), by=site, is_used=True, is_idle=False, scopes=(*state.scopes, scope)
-        )
+        scope = OpenScope(mode, site.position.line, site.method, state.at, state.by)
+        at = at_woken(state.at, woken_tags(site)) if receiver.tenant is Tenant.ENGINE else at_mode(mode)
+        inside = attrs.evolve(state, at=at, by=site, is_used=True, is_idle=False, scopes=(*state.scopes, scope))
         return self._stir(path.put(receiver.identity, inside), receiver.identity)
 
     def left(self, path: Path, site: Site, node: cst.CSTNode) -> Path:
@@ -138,10 +150,14 @@ class PathJudge:
         for name, line in state.pending:
             what = f"{name} (started on line {line}) is not waited for when {site.method}() of line {site.position.line} ends"
             self.verdicts.say("RLM013", site.node, path, what, f"wait for {name} inside the scope")
-        outer = state.scopes[-1].outer
-        if len(state.scopes) == 1:
-            outer = At.RESTING if rests_on_host(receiver) else At.UNKNOWN
-        after = attrs.evolve(state, at=outer, by=site, scopes=state.scopes[:-1], pending=())
+        scope = state.scopes[-1]
+        outer, by = scope.outer, scope.outer_by
+        # A legacy or a foreign object is where nobody says after the last scope; ours is where it rested before.
+        if len(state.scopes) == 1 and (receiver.api is not Api.SCOPED or receiver.is_scopes or outer is At.UNKNOWN):
+            outer, by = At.RESTING if rests_on_host(receiver) else At.UNKNOWN, site
+        elif len(state.scopes) > 1 or outer is At.RESTING:
+            by = site
+        after = attrs.evolve(state, at=outer, by=by, scopes=state.scopes[:-1], pending=())
         return path.put(receiver.identity, after)
 
     # -- lifecycle -----------------------------------------------------------------------------------------------
@@ -151,15 +167,10 @@ class PathJudge:
         if self.checks.manual(path, site, receiver, state):
             return path
         self.checks.gradients(path, site, receiver, state)
+        self.checks.saving(path, site, receiver, state)
         kept_step = state.step if not self.checks.loses_gradients(site, state) else None
         if site.rule.kind is Kind.OFFLOAD:
             self.checks.pending(path, site, receiver, state)
-            if site.method == "finish_inference" and state.saving is not None and receiver.tenant is Tenant.POLICY:
-                what = (
-                    f"{receiver}.finish_inference() releases the parameters, "
-                    f"and the checkpoint of line {state.saving.position.line} was not waited for"
-                )
-                self.verdicts.say("RLM018", site.node, path, what, f"{receiver}.finalize_async_save() first")
         else:
             self.checks.room(path, site, receiver)
         at = self._at_after(site, state)
@@ -193,7 +204,7 @@ class PathJudge:
             self.checks.room(path, site, receiver)
         _, keywords, _ = arguments(site.node) if isinstance(site.node, cst.Call) else ((), {}, False)
         stays = not is_wake and "release_gpu" in keywords and code(keywords["release_gpu"]) != "True"
-        at = At.UNKNOWN if stays else At.AWAKE if is_wake else At.ASLEEP
+        at = At.UNKNOWN if stays else at_woken(state.at, woken_tags(site)) if is_wake else At.ASLEEP
         return self._stir(path.put(receiver.identity, State(at=at, by=site)), receiver.identity)
 
     def _switch(self, path: Path, site: Site, receiver: Receiver, state: State) -> Path:
@@ -201,9 +212,9 @@ class PathJudge:
         if receiver.api is not Api.SCOPED or self.checks.manual(path, site, receiver, state):
             return path
         self.checks.pending(path, site, receiver, state)
-        at = at_mode(site.rule.mode) if site.rule.mode is not None else At.UNKNOWN
-        if receiver.tenant is Tenant.ENGINE and at is At.OFF:
-            at = At.ASLEEP
+        at = at_mode(site.rule.mode) if site.rule.mode is not None else _switched_to(site)
+        if receiver.tenant is Tenant.ENGINE:
+            at = At.ASLEEP if at is At.OFF else at_woken(state.at, woken_tags(site))
         after = State(at=at, by=site, step=state.step)
         return self._stir(path.put(receiver.identity, after), receiver.identity)
 
@@ -230,11 +241,12 @@ class PathJudge:
             self.checks.awake(path, site.node, receiver, state, f"{receiver}.{site.method}()")
             return self._stir(path.put(receiver.identity, attrs.evolve(state, is_used=True)), receiver.identity)
         bad = self.checks.compute(path, site, receiver, state)
+        self.checks.train_in_step(path, site, receiver, state)
         self.checks.parts(path, site, receiver)
         after = state
         if bad:  # the path ends there in truth: what follows would only repeat it
             after = attrs.evolve(state, at=At.UNKNOWN, by=None)
-        if site.rule.kind is Kind.STEP:
+        if site.rule.kind is Kind.STEP and not (bad and site.rule.gate == "begin_step"):
             after = self._step(path, site, receiver, after)
         is_eval = site.rule.evaluates is True or is_evaluation(site)
         after = attrs.evolve(after, is_used=True, is_eval=is_eval if after.step is not None else False)
@@ -248,7 +260,7 @@ class PathJudge:
         match site.rule.gate:
             case "begin_step":
                 # Asked for under a condition, it may be the condition that keeps it from happening twice.
-                if state.step is not None and not site.conditions:
+                if state.step is not None and not site.conditions and not site.is_conditional:
                     what = f"{name}: the step of line {state.step.position.line} is still open"
                     self.verdicts.say("RLM009", site.node, path, what, "finish or abort the open step first")
                 return attrs.evolve(state, step=site, ended=None)
@@ -295,10 +307,10 @@ class PathJudge:
             elif state.at.is_away:
                 self.checks.refit_away(path, site, receiver, state, f"{receiver}.{site.method}()")
                 state = attrs.evolve(state, at=At.UNKNOWN, by=None)
-            self.checks.sides(path, site, receiver)
+        path, side = self.checks.started(path, site, receiver)
         name = assigned_name(site)
         pending = (*state.pending, (name, site.position.line)) if name is not None else state.pending
-        after = attrs.evolve(state, is_used=True, pending=pending)
+        after = attrs.evolve(state, is_used=True, pending=pending, side=side)
         return self._stir(path.put(receiver.identity, after), receiver.identity)
 
     def _synchronise(self, path: Path, site: Site, receiver: Receiver, state: State) -> Path:
@@ -374,3 +386,12 @@ class PathJudge:
         Kind.REFIT: _synchronise,
         Kind.SCOPE: _entered_by_stack,
     }
+
+
+def _switched_to(site: Site) -> At:
+    """Where ``switch(Mode.LOGPROB)`` or ``switch("logprob")`` puts a policy."""
+    positional, keywords, _ = arguments(site.node) if isinstance(site.node, cst.Call) else ((), {}, False)
+    mode = positional[0] if positional else keywords.get("mode")
+    said = "" if mode is None else (is_string(mode) or code(mode).rpartition(".")[2]).lower()
+    modes = {mode.value: mode for mode in Mode if mode is not Mode.RESIDENT}
+    return at_mode(modes[said]) if said in modes else At.SWITCHED

@@ -10,19 +10,21 @@ from rl_session.lifecycle import scope_to_write
 from rl_session_migrate.lint.state import At, State
 from rl_session_migrate.receivers import Identity, Receiver
 from rl_session_migrate.rules import Api, Rule, Tenant
-from rl_session_migrate.sites import HelperSite, Module, Site
-from rl_session_migrate.tree import arguments, callee, code, walk
+from rl_session_migrate.sites import HelperSite, Module, Shape, Site
+from rl_session_migrate.tree import arguments, callee, code, is_string, walk
 
 __all__ = [
     "cause",
     "is_evaluation",
     "is_fresh",
     "is_here",
+    "keeps_buffers",
     "receiver_of",
     "release",
     "remedy",
     "rests_on_host",
     "shared",
+    "woken_tags",
 ]
 
 
@@ -79,6 +81,32 @@ def is_evaluation(site: Site) -> bool:
     positional, keywords, _ = arguments(site.node)
     flag = keywords.get("eval_mode", positional[2] if len(positional) > 2 else None)
     return flag is not None and code(flag) == "True"
+
+
+def keeps_buffers(site: Site) -> bool:
+    """Whether a move says ``keep_train_buffers``, or something that may mean it."""
+    if site.shape is Shape.TO_THREAD:
+        call = next((p for p in reversed(site.parents) if isinstance(p, cst.Call)), None)
+    else:
+        call = site.node if isinstance(site.node, cst.Call) else None
+    if call is None:
+        return False
+    positional, keywords, is_open = arguments(call)
+    # Of to_thread(policy.prepare_for_lp_inference, True) the method itself is an argument too.
+    first = next((index + 1 for index, value in enumerate(positional) if value is site.attribute), 0)
+    keep = keywords.get("keep_train_buffers", positional[first] if len(positional) > first else None)
+    return is_open or (keep is not None and code(keep) != "False")
+
+
+def woken_tags(site: Site) -> frozenset[str] | None:
+    """The parts of an engine that a wake names; None for all of it, and for what the source does not say."""
+    if not isinstance(site.node, cst.Call):
+        return None
+    tags = arguments(site.node)[1].get("tags")
+    if not isinstance(tags, (cst.List, cst.Tuple, cst.Set)):
+        return None
+    names = [is_string(element.value) for element in tags.elements]
+    return frozenset(name for name in names if name is not None) if None not in names else None
 
 
 def rests_on_host(receiver: Receiver) -> bool:

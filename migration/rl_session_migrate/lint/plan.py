@@ -19,17 +19,21 @@ from rl_session_migrate.lint.facts import Conditions
 from rl_session_migrate.lint.state import Path, State, Step
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Identity, Receiver
-from rl_session_migrate.rules import Api, Kind
+from rl_session_migrate.rules import Api, Kind, Tenant
 from rl_session_migrate.sites import HelperSite, Module, Shape, Site
 from rl_session_migrate.tree import callee, children, code, dotted, is_string, walk
 
-__all__ = ["Call", "Event", "Handed", "Named", "Plan", "Yielded", "assigned_name", "guards"]
+__all__ = ["Call", "Event", "Handed", "Named", "Plan", "Used", "Yielded", "assigned_name", "guards", "waits_for"]
 
 _HARMLESS = re.compile(
     r"isinstance|issubclass|hasattr|getattr|id|type|repr|str|print|len|bool|callable"
     r"|.*(?:_log|log_|logger|profile|print|snapshot|metric|describe).*"
 )
 """Calls that only look at what they are handed."""
+
+
+_WAITS = frozenset({"get", "wait", "result", "gather", "run"})
+"""Calls that wait for the futures they are given, or called on."""
 
 
 @attrs.frozen(eq=False)
@@ -71,12 +75,53 @@ class Yielded:
 
 @attrs.frozen(eq=False)
 class Named:
-    """A name is read."""
+    """A name is read.
+
+    Attributes:
+        name: The name.
+        node: Where.
+        waits: What waits for it there, such as ``get``; "" where nothing does.
+    """
 
     name: str
+    node: cst.Name
+    waits: str = ""
 
 
-Event = Site | HelperSite | Call | Handed | Yielded | Named
+@attrs.frozen(eq=False)
+class Used:
+    """A method that no rule knows is called on a tenant.
+
+    Attributes:
+        receiver: The tenant.
+    """
+
+    receiver: Receiver
+
+
+Event = Site | HelperSite | Call | Handed | Yielded | Named | Used
+
+
+def waits_for(around: Iterable[tuple[cst.CSTNode, cst.CSTNode]]) -> str:
+    """What waits for the futures that stand in these nodes (from the inside); "" where they are only handed around."""
+    for above, below in around:
+        match above:
+            case cst.Call() if callee(above) in _WAITS:
+                return callee(above)
+            case cst.ListComp() | cst.SetComp() | cst.GeneratorExp() if below is above.for_in:
+                found = _wait_in(above.elt)
+            case cst.For() if below is above.iter:
+                found = _wait_in(above.body)
+            case _:
+                found = ""
+        if found or isinstance(above, cst.BaseStatement):
+            return found
+    return ""
+
+
+def _wait_in(node: cst.CSTNode) -> str:
+    calls = (callee(below) for below in walk(node) if isinstance(below, cst.Call))
+    return next((name for name in calls if name in _WAITS), "")
 
 
 def guards(site: Site) -> Iterator[tuple[cst.BaseExpression, bool]]:
@@ -139,7 +184,7 @@ class Plan:
             elif isinstance(piece, cst.Yield):
                 found.append(Yielded(piece))
             elif isinstance(piece, cst.Name) and piece.value in self.pending and piece not in stored:
-                found.append(Named(piece.value))
+                found.append(Named(piece.value, piece, waits_for(self._around(piece))))
         return found
 
     def _scope_of(self, item: cst.BaseExpression) -> Site | None:
@@ -164,13 +209,17 @@ class Plan:
         path = dotted(node.func)
         called = self.module.outline.callable_named(path, caller=self.function) if path else None
         receivers = list(self._handed(node, called))
+        if callee(node) == "remote":  # an actor that has the engine may put it to sleep
+            receivers += [("", engine) for engine in self._engines_elsewhere]
         if called is not None:
             if called.is_generator or (called.is_async and node not in self._awaited):
                 return []  # runs later, piece by piece
             return [Call(node, called, tuple((name, receiver) for name, receiver in receivers if name))]
         chooses = callee(node) == "getattr" and len(node.args) > 1 and is_string(node.args[1].value) is None
         if not receivers or (_HARMLESS.fullmatch(callee(node)) and not chooses):
-            return []
+            on = node.func.value if isinstance(node.func, cst.Attribute) and not receivers else None
+            used = self.module.receivers.of(on, self.function) if on is not None else None
+            return [Used(used)] if used is not None and self.module.receivers.speaks else []
         return [Handed(node, callee(node), tuple(receiver for _, receiver in receivers))]
 
     def _handed(self, node: cst.Call, called: Function | None) -> Iterator[tuple[str, Receiver]]:
@@ -185,6 +234,30 @@ class Plan:
             receiver = self.module.receivers.of(arg.value, self.function)
             if receiver is not None and self.module.receivers.speaks:
                 yield name, receiver
+
+    @cached_property
+    def _parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
+        return {child: node for node in walk(self.function.node, into_functions=False) for child in children(node)}
+
+    def _around(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+        """What is around a node, from the inside, each with what it holds it in."""
+        while (above := self._parents.get(node)) is not None:
+            yield above, node
+            node = above
+
+    @cached_property
+    def _engines_elsewhere(self) -> tuple[Receiver, ...]:
+        """The engines of this function whose handles it, or a function around it, sends to an actor."""
+        found: dict[Identity, Receiver] = {}
+        for function in self.function.chain():
+            for node in walk(function.node, into_functions=False):
+                if not isinstance(node, cst.Call) or callee(node) != "remote":
+                    continue
+                for arg in node.args:
+                    receiver = self.module.receivers.of(arg.value, function)
+                    if receiver is not None and receiver.tenant is Tenant.ENGINE:
+                        found[receiver.identity] = receiver
+        return tuple(found.values())
 
     # -- tests ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +320,7 @@ class Plan:
 
     def _relevant(self) -> frozenset[str]:
         """The conditions worth remembering: those that decide whether an event happens, and where the engine lives."""
-        parents = {child: node for node in walk(self.function.node, into_functions=False) for child in children(node)}
+        parents = self._parents
         busy = _above(
             (n.ast for n in self.graph.nodes if n.ast is not None and (self.events[n.index] or n.index in self.scopes)),
             parents,

@@ -14,9 +14,10 @@ import libcst as cst
 from rl_session.lifecycle import Mode
 from rl_session_migrate.lint.facts import Facts
 from rl_session_migrate.receivers import Identity
+from rl_session_migrate.rules import Tenant
 from rl_session_migrate.sites import HelperSite, Site
 
-__all__ = ["At", "OpenScope", "Path", "State", "Step", "at_mode"]
+__all__ = ["At", "OpenScope", "Path", "Side", "State", "Step", "at_mode", "at_woken"]
 
 
 class At(StrEnum):
@@ -31,7 +32,13 @@ class At(StrEnum):
     """Parameters on the host, gradients and optimizer state where they were (``finish_inference``)."""
     RESTING = "resting"
     """Outside every scope of this library, with ``base="offloaded"``."""
+    SWITCHED = "switched"
+    """Where ``switch`` put it, which mode the source does not say, or none that is checked."""
     AWAKE = "awake"
+    WEIGHTS = "weights"
+    """Of an engine, the weights are awake and the KV cache is not."""
+    KV_CACHE = "kv_cache"
+    """The other way round."""
     ASLEEP = "asleep"
 
     @property
@@ -54,6 +61,18 @@ def at_mode(mode: Mode) -> At:
     return _OF_MODE.get(mode, At.UNKNOWN)
 
 
+def at_woken(before: At, tags: frozenset[str] | None) -> At:
+    """Where waking some parts of an engine puts it; None wakes all of it, or parts the source does not say.
+
+    Nobody wakes the weights of an engine that is awake, so that where it is unknown nothing else is; the cache is woken last.
+    """
+    if tags == frozenset({"weights"}):
+        return At.AWAKE if before in (At.AWAKE, At.KV_CACHE) else At.WEIGHTS
+    if tags == frozenset({"kv_cache"}):
+        return At.KV_CACHE if before in (At.ASLEEP, At.KV_CACHE) else At.AWAKE
+    return At.AWAKE
+
+
 @attrs.frozen
 class OpenScope:
     """A scope of this library that is open on this path.
@@ -63,12 +82,33 @@ class OpenScope:
         line: Where it was entered.
         method: What made it: ``logprob_mode``.
         outer: The state to go back to.
+        outer_by: What had put it there.
     """
 
     mode: Mode
     line: int
     method: str
     outer: At
+    outer_by: Site | HelperSite | None = attrs.field(default=None, eq=False)
+
+
+@attrs.frozen
+class Side:
+    """One side of a weight transfer that is started, while the other side is not.
+
+    Attributes:
+        tenant: Whose side.
+        is_awaited: Whether the path waited for it already.
+        node: Where it waited.
+        wait: How that is written, to read.
+        path: The path, there.
+    """
+
+    tenant: Tenant
+    is_awaited: bool = False
+    node: cst.CSTNode | None = attrs.field(default=None, eq=False)
+    wait: str = attrs.field(default="", eq=False)
+    path: Path | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen
@@ -85,6 +125,7 @@ class State:
         is_eval: Whether an inference call left eval mode inside the open step.
         scopes: The open scopes, outermost first.
         pending: Names that hold futures of a transfer, with the line it was started on.
+        side: The side of a transfer that it started, until the other side is started too.
         saving: The checkpoint that may still be in flight.
         is_alias: Whether the name stands for another tenant on this path: ``policy_generation = policy``.
     """
@@ -99,6 +140,7 @@ class State:
     is_eval: bool = False
     scopes: tuple[OpenScope, ...] = ()
     pending: tuple[tuple[str, int], ...] = ()
+    side: Side | None = None
     saving: Site | None = None
     is_alias: bool = False
 

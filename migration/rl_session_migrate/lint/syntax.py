@@ -11,7 +11,7 @@ from rl_session_migrate.lint.codes import CODES
 from rl_session_migrate.lint.findings import Finding
 from rl_session_migrate.outline import By, Function
 from rl_session_migrate.receivers import Evidence
-from rl_session_migrate.rules import Api, Kind
+from rl_session_migrate.rules import Api, Kind, rule_of
 from rl_session_migrate.sites import Module, Shape, Site
 from rl_session_migrate.tree import arguments, callee, children, dotted, walk
 
@@ -29,6 +29,8 @@ def check_syntax(module: Module) -> Iterator[Finding]:
         yield from _arguments(module, site)
         yield from _nothing(module, site)
         yield from _unentered(module, site)
+        yield from _outlived(module, site)
+    yield from _uncalled(module)
     yield from _yields(module)
     yield from _reused(module)
 
@@ -97,6 +99,43 @@ def _unentered(module: Module, site: Site) -> Iterator[Finding]:
     bound = _assigned(site)
     if bound is not None and not _is_read(bound, site.function):
         yield _finding(module, site.node, "RLM101", f"{name} is given the name {bound} and never entered", write)
+
+
+def _uncalled(module: Module) -> Iterator[Finding]:
+    """``with policy.training_mode:``: the method that makes a scope, without the call."""
+    for function in module.outline.functions.values():
+        for node in walk(function.node, into_functions=False):
+            item = node.item if isinstance(node, cst.WithItem) else node.value if isinstance(node, cst.Expr) else None
+            if not isinstance(item, cst.Attribute):
+                continue
+            method = item.attr.value
+            receiver = module.receivers.of_call(item.value, method, function)
+            rule = rule_of(receiver.tenant, method) if receiver is not None else None
+            if rule is not None and (rule.kind is Kind.SCOPE or rule.gate == "begin_step"):
+                name = f"{receiver}.{method}"
+                what = f"{name} is a method that makes a scope, and it is not called"
+                yield _finding(module, item, "RLM101", what, f"with {name}():")
+
+
+def _outlived(module: Module, site: Site) -> Iterator[Finding]:
+    """The handle that a ``with`` gave a name is used after its block."""
+    receiver = site.receiver
+    if receiver is None or receiver.handle_of is None or not isinstance(receiver.node, cst.Name):
+        return
+    name = receiver.node.value
+    blocks = [
+        (block, item)
+        for block in walk(site.function.node, into_functions=False)
+        if isinstance(block, cst.With)
+        for item in block.items
+        if item.asname is not None and isinstance(item.asname.name, cst.Name) and item.asname.name.value == name
+    ]
+    # A block that is not of this function lives as long as its caller says; a header may use what it has bound.
+    if not blocks or any(block in site.parents for block, _ in blocks):
+        return
+    line = module.source.line(blocks[0][0])
+    what = f"{receiver}.{site.method}(): {name} is the handle of the scope of line {line}, which has ended"
+    yield _finding(module, site.node, "RLM108", what, f"{receiver}.{site.method}() inside the block")
 
 
 def _assigned(site: Site) -> str | None:

@@ -19,7 +19,16 @@ __all__ = ["BatchedDataDict"]
 
 
 class BatchedDataDict(UserDict[str, Any]):
-    """Tensors and lists with one batch axis; item access, ``get``, ``update`` and ``in`` as in a dict."""
+    """Tensors and lists with one batch axis; item access, ``get``, ``update`` and ``in`` as in a dict.
+
+    May be written with the type of its contents, ``BatchedDataDict[LossData]({...})``, which says nothing at run time.
+    """
+
+    @classmethod
+    def __class_getitem__(cls, contents: Any) -> type[Self]:
+        """The class itself."""
+        del contents
+        return cls
 
     @property
     def size(self) -> int:
@@ -49,8 +58,9 @@ class BatchedDataDict(UserDict[str, Any]):
         rows = torch.as_tensor(indices)
         return type(self)({name: _pick(value, rows) for name, value in self.data.items()})
 
-    def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each sequence ``num_repeats`` times, the copies beside each other."""
+    def repeat_interleave(self, num_repeats: int, **options: Any) -> Self:
+        """Each sequence ``num_repeats`` times, the copies beside each other; ``options`` are about media, and not used."""
+        del options
         rows = torch.arange(self.size).repeat_interleave(num_repeats)
         return type(self)({name: _pick(value, rows) for name, value in self.data.items()})
 
@@ -71,23 +81,30 @@ class BatchedDataDict(UserDict[str, Any]):
         for start in range(0, self.size, microbatch_size):
             yield self.slice(start, min(start + microbatch_size, self.size))
 
+    def get_multimodal_dict(self, as_tensors: bool = False, **options: Any) -> dict[str, Any]:
+        """What of the batch is images, sound or video: nothing; such inputs go through the policy's ``forward_fn``."""
+        del as_tensors, options
+        return {}
+
     def get_dict(self) -> dict[str, Any]:
         """The plain dict."""
         return dict(self.data)
 
     @classmethod
     def from_batches(
-        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None, **options: Any
     ) -> Self:
         """Put batches together along the batch axis, padding rows to the longest.
 
         Args:
             batches: At least one; each with the same keys.
             pad_value_dict: Key to the value its rows are padded with; 0 for the rest.
+            **options: About media; taken and not used.
 
         Raises:
             BatchError: There is no batch.
         """
+        del options
         if not batches:
             raise BatchError("from_batches() of no batch", (), "from_batches([batch, ...])")
         pads = pad_value_dict or {}

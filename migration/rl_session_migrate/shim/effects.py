@@ -16,7 +16,17 @@ import attrs
 from rl_session.errors import ConfigError
 from rl_session.lifecycle import Cell, Cells, Mode
 
-__all__ = ["AS_IT_IS", "Backend", "Effect", "LegacyConfig", "destroys_gradients", "policy_effect", "value_effect"]
+__all__ = [
+    "AS_IT_IS",
+    "Backend",
+    "Effect",
+    "LegacyConfig",
+    "destroys_gradients",
+    "frees_gradients",
+    "policy_effect",
+    "still_freed",
+    "value_effect",
+]
 
 Backend = Literal["dtensor", "megatron"]
 Forwards = Literal["train", "eval"]
@@ -109,7 +119,23 @@ class Effect:
 
 def destroys_gradients(effect: Effect) -> bool:
     """Whether legacy destroyed gradients here, those of an open step too."""
-    return effect.cells.grads in (Cell.OPEN_STAYS, Cell.OPEN_TO_HOST)
+    return frees_gradients(effect.cells)
+
+
+def frees_gradients(cells: Cells | None) -> bool:
+    """Whether a legacy call freed the gradient buffer (Megatron), as far as no step was open.
+
+    Asked of the cells that a policy rests by, it says whether ``train`` would write into a buffer of 0 bytes: only
+    ``prepare_for_training()`` brings it back. The cells travel with the policy from process to process.
+    """
+    return cells is not None and cells.grads in (Cell.OPEN_STAYS, Cell.OPEN_TO_HOST)
+
+
+def still_freed(cells: Cells, before: Cells | None) -> Cells:
+    """The cells of a call that leaves gradients as they are, made where they were freed before: they stay freed."""
+    if cells.grads is Cell.AS_IS and frees_gradients(before):
+        return attrs.evolve(cells, grads=Cell.OPEN_STAYS)
+    return cells
 
 
 _GONE = "offloaded()"

@@ -1,4 +1,4 @@
-"""The legacy generation API over a generation engine of rl_session, and the refit helper that legacy loops share.
+"""The legacy generation API over a generation engine of rl_session.
 
 ``help(LegacyGeneration)`` is its reference. What backends do differently is mostly what they return, and whether a failure to
 wake is raised or reported by False. Knows nothing of how weights travel: the engine's own push does it.
@@ -7,7 +7,6 @@ wake is raised or reported by False. Knows nothing of how weights travel: the en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 from rl_session.audit import events
@@ -16,7 +15,6 @@ from rl_session.driver.engine_control import EngineControl
 from rl_session.engines import EngineHandle
 from rl_session.errors import (
     ConfigError,
-    EngineError,
     ModeError,
     OwnershipError,
     RLSessionError,
@@ -25,20 +23,19 @@ from rl_session.errors import (
 )
 from rl_session.generation.in_process import InProcessEngine
 from rl_session_migrate.shim.batch import BatchedDataDict
-from rl_session_migrate.shim.effects import policy_effect
 from rl_session_migrate.shim.notice import warn_once
-from rl_session_migrate.shim.policy import LegacyPolicy
 from rl_session_migrate.shim.shared import sample_shared, share_weights
 from rl_session_migrate.shim.trainer import Batch
-from rl_session_migrate.shim.transfer import Transfer, push, receive
+from rl_session_migrate.shim.transfer import Transfer, receive
 
-__all__ = ["GenerationBackend", "LegacyGeneration", "refit_policy_generation"]
+__all__ = ["GenerationBackend", "LegacyGeneration", "control_of"]
 
 GenerationBackend = Literal["vllm", "sglang", "megatron", "trtllm", "dynamo"]
 
 _SWALLOWS = frozenset({"vllm", "trtllm"})
 """Backends that report a failure to wake or sleep by False."""
 _INSTEAD_OF_WAKING = "with engine.awake(): ...  or with policy.generation_mode(): ... around what generates"
+_PUSH = "policy.refit(engine), which tells both sides and waits for both"
 _INSTEAD_OF_SLEEPING = "nothing: the end of the engine's scope is the way back"
 
 
@@ -46,7 +43,8 @@ class LegacyGeneration:
     """A generation engine of rl_session with the methods of a legacy generation object.
 
     What ``prepare_for_generation`` woke stays awake until ``finish_generation``, or until somebody needs the room; then it is
-    woken again by the next ``generate`` (legacy ran out of memory). Guide: docs/legacy-api.md.
+    woken again by the next ``generate`` (legacy ran out of memory). Reference: docs/legacy-api.md; the way to scopes, in steps:
+    migration/README.md.
 
     Args:
         engine: What ``session.engine(name, engine)`` gave, or an in-process engine (the weights are the policy's then).
@@ -101,12 +99,18 @@ class LegacyGeneration:
 
     @property
     def scoped(self) -> Any:
-        """The engine of rl_session behind this handle."""
+        """The engine of rl_session behind this handle.
+
+        Contract: not of the legacy API; ``awake()`` is its scope. Guide: docs/legacy-api.md.
+        """
         return self._engine
 
     @property
     def cfg(self) -> dict[str, Any]:
-        """The configuration as legacy code reads it, and as ``scopes(policy_generation)`` of the adapter does."""
+        """The configuration as legacy code reads it, and as ``scopes(policy_generation)`` of the adapter does.
+
+        Contract: the keys that lifecycle calls go by. Guide: docs/legacy-api.md.
+        """
         colocated = {"enabled": self._colocated}
         return {
             "backend": self._backend,
@@ -144,7 +148,7 @@ class LegacyGeneration:
         if isinstance(self._engine, InProcessEngine):
             share_weights(self._engine, "prepare_for_generation()", site)
             return
-        control = _control_of(self._engine)
+        control = control_of(self._engine)
         known = None if tags is None else [tag for tag in tags if tag in control.tags]
         if known == []:  # a backend's own word, such as "colocated_refit": all of it
             known = None
@@ -182,7 +186,7 @@ class LegacyGeneration:
     def _sleep(self, site: str) -> None:
         if isinstance(self._engine, InProcessEngine):
             return  # the weights are the policy's, and moving them is the policy's own business
-        control = _control_of(self._engine)
+        control = control_of(self._engine)
         if self._colocated:
             control.sleep_now(site)
         else:
@@ -210,9 +214,7 @@ class LegacyGeneration:
         Raises:
             ShimInScopeError: One is.
         """
-        control: Any = (
-            self._policy_control() if isinstance(self._engine, InProcessEngine) else _control_of(self._engine)
-        )
+        control: Any = self._policy_control() if isinstance(self._engine, InProcessEngine) else control_of(self._engine)
         control.close_orphans()
         if control.frames:
             inside = control.frames[-1]
@@ -229,7 +231,7 @@ class LegacyGeneration:
     def _tell(self, message: str) -> None:
         event = events.WarningIssued(code="legacy_failure_ignored", message=message)
         if isinstance(self._engine, EngineHandle):
-            _control_of(self._engine).run.recorder(None)(event)
+            control_of(self._engine).run.recorder(None)(event)
         else:
             self._policy_control().record(event)
 
@@ -252,21 +254,39 @@ class LegacyGeneration:
         return reset is None or reset() is not False
 
     def suspend_for_refit(self) -> None:
-        """Nothing: a push waits until nothing is in flight."""
+        """Nothing: a push waits until nothing is in flight.
+
+        Contract: returns None (Megatron pauses its engine around a swap of weights). Scope: none; ``policy.refit(engine)`` pauses
+        where it must. Guide: docs/legacy-api.md.
+        """
+        warn_once("policy_generation.suspend_for_refit()", "nothing; policy.refit(engine) pauses where it must")
 
     def resume_after_refit(self) -> None:
-        """Nothing."""
+        """Nothing.
+
+        Contract: returns None, as :meth:`suspend_for_refit` does. Scope: none. Guide: docs/legacy-api.md.
+        """
+        warn_once("policy_generation.resume_after_refit()", "nothing; policy.refit(engine) pauses where it must")
 
     def blocks_training(self) -> bool:
-        """Whether training must wait while it generates: on Megatron, where it shares the policy's devices."""
+        """Whether training must wait while it generates: on Megatron, where it shares the policy's devices.
+
+        Contract: False on every other backend. Guide: docs/legacy-api.md.
+        """
         return self._backend == "megatron" and self._colocated
 
     def wake_carries_weight_updates(self) -> bool:
-        """Whether waking it brings the policy's new weights: where the weights are the policy's own."""
+        """Whether waking it brings the policy's new weights: where the weights are the policy's own.
+
+        Contract: False but on a colocated Megatron engine. Guide: docs/legacy-api.md.
+        """
         return self._backend == "megatron" and self._colocated
 
     def prepare_refit_info(self, state_dict_info: Any = None) -> None:
         """Nothing: a push says of each tensor what it is.
+
+        Contract: takes what ``policy.prepare_refit_info()`` gives, and returns None. Scope: none; delete it. Guide:
+        docs/legacy-api.md.
 
         Args:
             state_dict_info: Taken and not used.
@@ -299,7 +319,7 @@ class LegacyGeneration:
                 return sample_shared(self._engine, data, greedy, site, kwargs)
             if greedy:
                 kwargs["greedy"] = True
-            control = _control_of(self._engine)
+            control = control_of(self._engine)
             if not control.frames:
                 self._wake_again(control, site)
             return BatchedDataDict(self._engine.generate(data, **kwargs))
@@ -322,10 +342,28 @@ class LegacyGeneration:
                 if control.frames:
                     return
 
+    # -- metrics -----------------------------------------------------------------------------------------------------
+
+    def get_logger_metrics(self) -> dict[str, Any]:
+        """None that the engine keeps for a logger: an empty dict.
+
+        Contract: what loops log of a step's rollouts. Scope: none. Guide: docs/legacy-api.md.
+        """
+        return {}
+
+    def clear_logger_metrics(self) -> None:
+        """Nothing: none are kept.
+
+        Contract: returns None. Scope: none. Guide: docs/legacy-api.md.
+        """
+
     # -- the rest --------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> bool:
-        """Take the engine out of the session; True."""
+        """Take the engine out of the session; True.
+
+        Contract: the last call of a loop. Scope: the end of ``with rs.Session(...)``. Guide: docs/legacy-api.md.
+        """
         if isinstance(self._engine, EngineHandle):
             self._engine.close()
         return True
@@ -338,14 +376,18 @@ class LegacyGeneration:
         Raises:
             UnsupportedError: The engine has no weights of its own.
         """
+        warn_once("policy_generation.update_weights_via_ipc_zmq()", _PUSH)
         return [self._receive("update_weights_via_ipc_zmq")]
 
     def update_weights_from_collective(self) -> list[Transfer]:
         """As :meth:`update_weights_via_ipc_zmq`, of the policy's ``broadcast_weights_for_collective``.
 
+        Contract: tell both sides, then wait for both. Scope: ``policy.refit(engine)``. Guide: docs/legacy-api.md.
+
         Raises:
             UnsupportedError: The engine has no weights of its own.
         """
+        warn_once("policy_generation.update_weights_from_collective()", _PUSH)
         return [self._receive("update_weights_from_collective")]
 
     def _receive(self, call: str) -> Transfer:
@@ -355,92 +397,13 @@ class LegacyGeneration:
                 ("it samples from the policy's own weights: there is nothing to receive",),
                 "refit_policy_generation(policy, policy_generation, colocated_inference)",
             )
-        return receive(_control_of(self._engine))
+        return receive(control_of(self._engine))
 
 
 def _shares_device(engine: EngineHandle | InProcessEngine) -> bool:
     return isinstance(engine, InProcessEngine) or engine.device is not None
 
 
-def _control_of(engine: EngineHandle) -> EngineControl:
+def control_of(engine: EngineHandle) -> EngineControl:
+    """The driver's side of an engine: what a legacy handle changes it by."""
     return engine._control  # noqa: SLF001 (two faces of one engine)
-
-
-def refit_policy_generation(
-    policy: LegacyPolicy,
-    policy_generation: Any,
-    colocated_inference: bool,
-    _refit_buffer_size_gb: float | None = None,
-    timer: Any = None,
-    kv_scales: Any = None,
-) -> dict[str, Any]:
-    """Bring the policy's weights to the engine.
-
-    Contract: an attached ``policy_generation.weight_synchronizer`` does all of it. Colocated: ``offload_before_refit``, wake the
-    weights, push, ``offload_after_refit``, wake the KV cache; the policy is away and the engine awake afterwards. Otherwise only
-    the push. After a push that failed the policy is where ``offload_before_refit`` left it. Scope: ``policy.refit(engine)``.
-    Guide: docs/legacy-api.md.
-
-    Args:
-        policy: The policy.
-        policy_generation: A :class:`LegacyGeneration`, or the policy itself (then there is nothing to do).
-        colocated_inference: Whether both share devices.
-        _refit_buffer_size_gb: Size of a bucket in GiB; by default from what is free.
-        timer: Handed to a weight synchronizer, else not used.
-        kv_scales: Likewise.
-
-    Returns:
-        ``{"weights_version": n}``, or what the weight synchronizer gives.
-
-    Raises:
-        ShimInScopeError: A scope is open.
-        RLSessionError: The push failed.
-    """
-    synchronizer = getattr(policy_generation, "weight_synchronizer", None)
-    if synchronizer is not None:
-        return dict(synchronizer.sync_weights(timer=timer, kv_scales=kv_scales) or {})
-    if not isinstance(policy_generation, LegacyGeneration):
-        return {}
-    warn_once("refit_policy_generation(...)", "policy.refit(engine)")
-    buffer = None if _refit_buffer_size_gb is None else int(_refit_buffer_size_gb * 2**30)
-    engine = policy_generation.scoped
-    if isinstance(engine, InProcessEngine):
-        return _refit_shared(policy, engine, colocated=colocated_inference)
-    with ExitStack() as stack:
-        site = stack.enter_context(policy._turn("refit_policy_generation()", "refit_mode()"))  # noqa: SLF001
-        version = _refit(policy, engine, site, buffer, colocated=colocated_inference)
-    return {"weights_version": version}
-
-
-def _refit(policy: LegacyPolicy, engine: EngineHandle, site: str, buffer: int | None, *, colocated: bool) -> int:
-    control, target = policy._control, _control_of(engine)  # noqa: SLF001 (the helper is a friend of both)
-    if colocated:
-        policy._apply("offload_before_refit()", policy_effect("offload_before_refit", policy._config), site)  # noqa: SLF001
-        _wake_or_raise(target, target.tags[:1], site)
-        version = push(control, target, site, buffer)
-        policy._apply("offload_after_refit()", policy_effect("offload_after_refit", policy._config), site)  # noqa: SLF001
-        target.wake_now(None, "prepare_for_generation()", site)
-        return version
-    return push(control, target, site, buffer)
-
-
-def _wake_or_raise(target: EngineControl, tags: Sequence[str], site: str) -> None:
-    """Wake the weights; legacy went on with an engine that had not woken, and wrote into nothing.
-
-    Raises:
-        EngineError, DeviceMemoryError: It would not wake.
-    """
-    target.wake_now(tags, f"prepare_for_generation(tags={list(tags)})", site)
-    if tags[0] not in target.awake:
-        raise EngineError(f"{target.label}: it did not wake", target.explain()[1], "engine.recover()")
-
-
-def _refit_shared(policy: LegacyPolicy, engine: InProcessEngine, *, colocated: bool) -> dict[str, Any]:
-    """An engine whose weights are the policy's own: make room, and wake it."""
-    if colocated:
-        with ExitStack() as stack:
-            site = stack.enter_context(policy._turn("refit_policy_generation()", "generation_mode()"))  # noqa: SLF001
-            effect = policy_effect("offload_before_refit", policy._config)  # noqa: SLF001
-            policy._apply("offload_before_refit()", effect, site)  # noqa: SLF001
-            share_weights(engine, "refit_policy_generation()", site)
-    return {}

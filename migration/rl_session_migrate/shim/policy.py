@@ -17,7 +17,7 @@ from rl_session.lifecycle import Cell, Cells, Mode
 from rl_session.policy import Policy
 from rl_session.scope import Scope
 from rl_session_migrate.shim.batch import BatchedDataDict
-from rl_session_migrate.shim.effects import LegacyConfig, policy_effect
+from rl_session_migrate.shim.effects import LegacyConfig, policy_effect, still_freed
 from rl_session_migrate.shim.notice import warn_once
 from rl_session_migrate.shim.shared import sample_shared
 from rl_session_migrate.shim.trainer import Batch, LegacyTrainer
@@ -41,6 +41,8 @@ _BY_NAME = frozenset(
 )
 """What legacy code may call on all workers by name."""
 _NO_LIMIT = 2**63 - 1
+_NO_ENGINE = "nothing; a policy is no engine: the call does nothing"
+_PUSH = "policy.refit(engine), which tells both sides and waits for both"
 
 
 class ShardingAnnotations:
@@ -64,7 +66,7 @@ class LegacyPolicy(LegacyTrainer):
     Each lifecycle call sets where the policy *rests*; scopes come back to that, so that a loop may be migrated block by block.
     A lifecycle call inside an open scope is a ``ShimInScopeError``. What legacy lost in an open train step (gradients) is
     kept, with a record. The log says ``via="shim"`` and where the call stands; the first call at each line warns with the
-    scope to write. May be used from any thread. Guide: docs/legacy-api.md.
+    scope to write. May be used from any thread. Reference: docs/legacy-api.md; the way to scopes, in steps: migration/README.md.
 
     Args:
         policy: The policy, made by ``rl_session.attach`` or a session.
@@ -75,6 +77,8 @@ class LegacyPolicy(LegacyTrainer):
     Raises:
         ConfigError: That is no policy, or there is no such backend.
     """
+
+    _effects = staticmethod(policy_effect)
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class LegacyPolicy(LegacyTrainer):
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
         del args, kwargs
-        self._lifecycle("prepare_for_training()", policy_effect("prepare_for_training", self._config))
+        self._lifecycle("prepare_for_training")
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Bring the weights to the device, and leave the module in eval.
@@ -122,9 +126,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
-        shown = "keep_train_buffers=True" if keep_train_buffers else ""
-        effect = policy_effect("prepare_for_lp_inference", self._config, keep_train_buffers=bool(keep_train_buffers))
-        self._lifecycle(f"prepare_for_lp_inference({shown})", effect)
+        self._lifecycle("prepare_for_lp_inference", keep_train_buffers=bool(keep_train_buffers))
 
     def finish_inference(self) -> None:
         """Send the weights to the host, and leave the module in eval; optimizer state stays where it is.
@@ -136,7 +138,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("finish_inference()", policy_effect("finish_inference", self._config))
+        self._lifecycle("finish_inference")
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing; that of a value model really offloads.
@@ -164,7 +166,7 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("offload_before_refit()", policy_effect("offload_before_refit", self._config))
+        self._lifecycle("offload_before_refit")
 
     def offload_after_refit(self) -> None:
         """Send everything to the host, and leave the module in eval.
@@ -176,18 +178,19 @@ class LegacyPolicy(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("offload_after_refit()", policy_effect("offload_after_refit", self._config))
+        self._lifecycle("offload_after_refit")
 
     def offload_to_cpu(self) -> None:
         """As :meth:`offload_after_refit`, under another name.
 
-        Scope: ``with policy.offloaded(): ...``, or nothing. Guide: docs/legacy-api.md.
+        Contract: everything goes to the host, and the module is left in eval; on Megatron ``offload_optimizer_for_refit=False``
+        keeps optimizer state on the device. Scope: ``with policy.offloaded(): ...``, or nothing. Guide: docs/legacy-api.md.
 
         Raises:
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("offload_to_cpu()", policy_effect("offload_after_refit", self._config))
+        self._lifecycle("offload_after_refit", alias="offload_to_cpu")
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         """What the weights are like: name to (shape, dtype). Moves nothing, in any state.
@@ -203,34 +206,59 @@ class LegacyPolicy(LegacyTrainer):
     # -- the policy as a generation object -------------------------------------------------------------------------------
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Nothing; True. A policy is no engine; see :class:`LegacyGeneration`.
+        """Nothing; True.
+
+        Contract: a policy is no engine, and has nothing to wake; arguments are dropped. Served inside scopes too. Scope: none;
+        delete the call, or make it on the engine's own :class:`LegacyGeneration`. Guide: docs/legacy-api.md.
 
         Args:
             *args: Dropped.
             **kwargs: Dropped.
         """
         del args, kwargs
+        warn_once("policy.prepare_for_generation()", _NO_ENGINE)
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Nothing; True.
 
+        Contract: a policy is no engine, and does not sleep; arguments are dropped. Served inside scopes too. Scope: none;
+        delete the call, or make it on the engine's own :class:`LegacyGeneration`. Guide: docs/legacy-api.md.
+
         Args:
             *args: Dropped.
             **kwargs: Dropped.
         """
         del args, kwargs
+        warn_once("policy.finish_generation()", _NO_ENGINE)
         return True
 
     def invalidate_kv_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Nothing; True.
 
+        Contract: a policy caches nothing of older weights; arguments are dropped. Served inside scopes too. Scope: none;
+        delete the call. Guide: docs/legacy-api.md.
+
         Args:
             *args: Dropped.
             **kwargs: Dropped.
         """
         del args, kwargs
+        warn_once("policy.invalidate_kv_cache()", _NO_ENGINE)
         return True
+
+    def get_logger_metrics(self) -> dict[str, Any]:
+        """None that a policy keeps as a generation object: an empty dict.
+
+        Contract: what loops log of a step's rollouts. Scope: none. Guide: docs/legacy-api.md.
+        """
+        return {}
+
+    def clear_logger_metrics(self) -> None:
+        """Nothing: none are kept.
+
+        Contract: returns None. Scope: none. Guide: docs/legacy-api.md.
+        """
 
     # -- computing -------------------------------------------------------------------------------------------------------
 
@@ -327,6 +355,9 @@ class LegacyPolicy(LegacyTrainer):
     def train_from_meta(self, meta: Any, loss_fn: Any, **kwargs: Any) -> dict[str, Any]:
         """As :meth:`train`; ``meta`` is the batch itself (a data plane of its own is not served).
 
+        Contract: needs what ``train`` needs, and leaves what it leaves. Scope: ``with policy.training_mode(): ...``.
+        Guide: docs/legacy-api.md.
+
         Args:
             meta: A mapping of tensors.
             loss_fn: As for :meth:`train`.
@@ -343,6 +374,8 @@ class LegacyPolicy(LegacyTrainer):
     def get_logprobs_from_meta(self, meta: Any, **kwargs: Any) -> None:
         """As :meth:`get_logprobs`; the result is written into ``meta`` under ``prev_logprobs``.
 
+        Contract: returns None. Scope: ``with policy.logprob_mode(): ...``. Guide: docs/legacy-api.md.
+
         Args:
             meta: A mutable mapping of tensors.
             **kwargs: As for :meth:`get_logprobs`.
@@ -355,6 +388,8 @@ class LegacyPolicy(LegacyTrainer):
 
     def get_reference_policy_logprobs_from_meta(self, meta: Any, **kwargs: Any) -> None:
         """As :meth:`get_reference_policy_logprobs`; the result is written into ``meta`` (``reference_policy_logprobs``).
+
+        Contract: returns None. Scope: ``with policy.logprob_mode(): ...``. Guide: docs/legacy-api.md.
 
         Args:
             meta: A mutable mapping of tensors.
@@ -370,6 +405,8 @@ class LegacyPolicy(LegacyTrainer):
     def train_microbatches_from_meta(self, meta: Any) -> None:
         """As :meth:`train_microbatches`; ``meta`` is the chunk itself.
 
+        Contract: needs an open step. Scope: ``step.forward_backward(chunk, loss_fn)``. Guide: docs/legacy-api.md.
+
         Args:
             meta: A mapping of tensors.
 
@@ -381,7 +418,12 @@ class LegacyPolicy(LegacyTrainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, weights_path: Any, optimizer_path: Any = None, tokenizer_path: Any = None, checkpointing_cfg: Any = None
+        self,
+        weights_path: Any,
+        optimizer_path: Any = None,
+        tokenizer_path: Any = None,
+        checkpointing_cfg: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Write a checkpoint of weights, optimizer and scheduler state to ``weights_path``.
 
@@ -394,12 +436,13 @@ class LegacyPolicy(LegacyTrainer):
             optimizer_path: A note that points there is written here.
             tokenizer_path: Taken and not used: the tokenizer is the loop's.
             checkpointing_cfg: Taken and not used.
+            **kwargs: Taken and not used, such as ``is_final_checkpoint``.
 
         Raises:
             CheckpointError: ``weights_path`` is something else than a checkpoint or a free name.
             CheckpointWriteError: It could not be written; what stood there still stands.
         """
-        del tokenizer_path, checkpointing_cfg
+        del tokenizer_path, checkpointing_cfg, kwargs
         site = call_site()
         if self._config.backend == "megatron" and not self._control.frames:
             with self._turn("save_checkpoint()", "training_mode()"):
@@ -411,16 +454,24 @@ class LegacyPolicy(LegacyTrainer):
         keeps = self._config.optimizer_cpu_offload or not with_optimizer
         optimizer = Cell.AS_IS if keeps else Cell.DEVICE
         cells = Cells(weights=Cell.DEVICE, grads=Cell.AS_IS, optimizer=optimizer)
+        cells = still_freed(cells, self._control.resting_cells)
         self._control.switch(Mode.RESIDENT, "save_checkpoint()", site, cells=cells)
         self._control.ask("hold_mode", "train")
 
     def finalize_async_save(self) -> None:
-        """Nothing: a checkpoint is complete when :meth:`save_checkpoint` returns. Legacy loops pass it as ``wait_fn``."""
+        """Nothing: a checkpoint is complete when :meth:`save_checkpoint` returns.
+
+        Contract: from any state, and from the thread that gets it as ``wait_fn``. Scope: none; delete it. Guide:
+        docs/legacy-api.md.
+        """
 
     # -- the rest --------------------------------------------------------------------------------------------------------
 
     def get_free_memory_bytes(self) -> int:
         """Free bytes on the device; a very large number where there is no limit.
+
+        Contract: the least over ranks; legacy loops size the bucket of a push by it. Scope: none; ``policy.refit(engine)`` sizes
+        its own. Guide: docs/legacy-api.md.
 
         Raises:
             ClosedError: The policy was closed.
@@ -429,19 +480,30 @@ class LegacyPolicy(LegacyTrainer):
         return _NO_LIMIT if free is None else int(free)
 
     def release_ipc_buffer(self) -> None:
-        """Nothing: no buffer is shared with other processes."""
+        """Nothing: no buffer is shared with other processes.
+
+        Contract: returns None, in any state. Scope: none; delete it. Guide: docs/legacy-api.md.
+        """
 
     def print_node_ip_and_gpu_id(self) -> None:
-        """Print the device of each rank."""
+        """Print the device of each rank.
+
+        Contract: returns None, in any state. Guide: docs/legacy-api.md.
+        """
         print(f"{self._control.label}: {self._control.group.num_ranks} rank(s) on {self._policy.device!r}")  # noqa: T201
 
     @property
     def sharding_annotations(self) -> ShardingAnnotations:
-        """How the policy is spread over ranks."""
+        """How the policy is spread over ranks.
+
+        Contract: ``get_axis_size("data_parallel")`` is the number of ranks, that of any other axis 1. Guide: docs/legacy-api.md.
+        """
         return ShardingAnnotations(self._control.group.num_ranks)
 
     def run_all_workers_single_data(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method by its name; one result a rank.
+
+        Contract: as the method itself; arguments by keyword only. Scope: that of the method. Guide: docs/legacy-api.md.
 
         Args:
             method_name: One of the lifecycle methods.
@@ -460,6 +522,8 @@ class LegacyPolicy(LegacyTrainer):
 
     def calibrate_qkv_fp8_scales(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not served, as on DTensor.
+
+        Contract: raises, as DTensor's does. Guide: docs/legacy-api.md.
 
         Args:
             *args: Dropped.
@@ -485,10 +549,14 @@ class LegacyPolicy(LegacyTrainer):
             ModeError: The weights are away; the message names the missing legacy call and the scope.
         """
         del kv_scales
+        warn_once("policy.stream_weights_via_ipc_zmq(...)", _PUSH)
         return [self._send(int(buffer_size_bytes))]
 
     def broadcast_weights_for_collective(self, kv_scales: Any = None) -> list[Transfer]:
         """As :meth:`stream_weights_via_ipc_zmq`, to an engine with devices of its own.
+
+        Contract: needs the weights on the device; nothing moves. Tell both sides, then wait for both. Scope:
+        ``policy.refit(engine)``. Guide: docs/legacy-api.md.
 
         Args:
             kv_scales: Taken and not used.
@@ -497,6 +565,7 @@ class LegacyPolicy(LegacyTrainer):
             ModeError: The weights are away; the message names the missing legacy call and the scope.
         """
         del kv_scales
+        warn_once("policy.broadcast_weights_for_collective()", _PUSH)
         return [self._send(None)]
 
     def _send(self, nbytes: int | None) -> Transfer:
@@ -526,10 +595,12 @@ class LegacyPolicy(LegacyTrainer):
         site = call_site()
         engines: list[InProcessEngine] = self._policy._engines  # noqa: SLF001 (two faces of one policy)
         if len(engines) != 1:
+            names = ", ".join(repr(engine.name) for engine in engines) or "none"
+            make = "" if engines else 'session.engine("sampler", InProcessEngine(policy))  # before; or '
             raise UsageError(
                 f"{self._control.label}: generate() at {site} needs one engine that samples from its own weights",
-                (*self._control.explain()[1], f"there are {len(engines)}"),
-                "LegacyGeneration(engine).generate(batch)  # or: with engine.awake() as e: e.generate(batch)",
+                (*self._control.explain()[1], f"engines that sample from {self._control.label}: {names}"),
+                f"{make}LegacyGeneration(engine).generate(batch)  # or: with engine.awake() as e: e.generate(batch)",
             )
         with speaking("shim", site):
             return sample_shared(engines[0], data, greedy, site, kwargs)
@@ -537,17 +608,26 @@ class LegacyPolicy(LegacyTrainer):
     # -- scopes, for loops that are half migrated ------------------------------------------------------------------------
 
     def logprob_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle; inside it this handle's compute calls may be made."""
+        """The scope of the policy behind this handle; inside it this handle's compute calls may be made.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the policy. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.logprob_mode(**options)
         return scope
 
     def refit_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle."""
+        """The scope of the policy behind this handle.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the policy. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.refit_mode(**options)
         return scope
 
     def generation_mode(self, *args: Any, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle."""
+        """The scope of the policy behind this handle.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the policy. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.generation_mode(*args, **options)
         return scope
 

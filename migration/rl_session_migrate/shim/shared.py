@@ -9,7 +9,7 @@ from rl_session.errors import ModeError
 from rl_session.generation.in_process import InProcessEngine
 from rl_session.lifecycle import Cell, Cells, Component, Mode
 from rl_session_migrate.shim.batch import BatchedDataDict
-from rl_session_migrate.shim.effects import AS_IT_IS
+from rl_session_migrate.shim.effects import AS_IT_IS, still_freed
 
 __all__ = ["sample_shared", "share_weights"]
 
@@ -19,7 +19,7 @@ _WEIGHTS_IN = Cells(weights=Cell.DEVICE, grads=Cell.AS_IS, optimizer=Cell.AS_IS)
 def share_weights(engine: InProcessEngine, call: str, site: str) -> None:
     """What a colocated engine without weights of its own does on waking: the policy's come in, and sample in eval."""
     control = engine.policy._control  # noqa: SLF001 (two faces of one policy)
-    control.switch(Mode.GENERATION, call, site, cells=_WEIGHTS_IN)
+    control.switch(Mode.GENERATION, call, site, cells=still_freed(_WEIGHTS_IN, control.resting_cells))
     control.ask("hold_mode", "eval")
 
 
@@ -41,6 +41,6 @@ def sample_shared(
                     (*control.explain()[1], "the legacy call that was not made: prepare_for_generation()"),
                     "policy_generation.prepare_for_generation()  # before; or: with policy.generation_mode() as p: p.generate()",
                 )
-            control.switch(Mode.GENERATION, "generate()", site, cells=AS_IT_IS)
+            control.switch(Mode.GENERATION, "generate()", site, cells=still_freed(AS_IT_IS, control.resting_cells))
             control.ask("hold_mode", "eval")
         return BatchedDataDict(engine.generate(data, **options))

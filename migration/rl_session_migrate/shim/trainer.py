@@ -1,15 +1,12 @@
-"""What a legacy policy and a legacy value have in common: lifecycle calls, train calls, and what they leave behind.
+"""What a legacy policy and a legacy value have in common beside their lifecycle: train calls, and what calls leave behind.
 
-A lifecycle call is one change of the resting mode (``Control.switch``) with the cells of its row; the library's engine does
-the rest. A compute call is the library's own, after its needs were checked by where bytes *are*: legacy code may compute in
-any state in which the bytes happen to be there. No state is kept here beyond configuration, so that any number of handles
-may be made over one policy. Knows nothing of engines.
+A compute call is the library's own, after its needs were checked by where bytes *are*: legacy code may compute in any state
+in which the bytes happen to be there. Knows nothing of engines.
 """
 
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,25 +17,18 @@ import attrs
 
 from rl_session.audit import events
 from rl_session.driver.callsite import call_site, speaking
-from rl_session.driver.control import Control
-from rl_session.driver.ownership import Token
 from rl_session.errors import (
     ArgumentError,
-    ConfigError,
     ModeError,
-    OwnershipError,
-    ShimInScopeError,
-    StaleHandleError,
+    OpenStepError,
     StepClosedError,
-    UnsupportedError,
     UsageError,
 )
-from rl_session.lifecycle import CALL_NEEDS, Component, Mode, Placement, Tier, may_call, scope_to_write
-from rl_session.policy import TrainableModel
-from rl_session.scope import Scope, Step
-from rl_session.workers.group import LocalGroup
+from rl_session.lifecycle import CALL_NEEDS, Component, Mode, may_call, scope_to_write
+from rl_session.scope import Step
 from rl_session_migrate.shim.batch import BatchedDataDict
-from rl_session_migrate.shim.effects import AS_IT_IS, Effect, LegacyConfig, destroys_gradients
+from rl_session_migrate.shim.effects import AS_IT_IS, frees_gradients, still_freed
+from rl_session_migrate.shim.handle import LegacyHandle
 from rl_session_migrate.shim.loss import LegacyLoss
 from rl_session_migrate.shim.notice import warn_once
 
@@ -46,8 +36,8 @@ __all__ = ["LegacyTrainer"]
 
 Batch = Mapping[str, Any]
 
-_PATIENCE_SECONDS = 600.0
-"""How long a call waits for other threads; legacy calls waited for ever."""
+_STEPS = "with {0}.training_mode(): ... and in it with {0}.begin_step() as step: step.forward_backward(chunk, loss_fn)"
+_EVALUATES = "train(eval_mode=True)"
 _NEEDS = {"forward_backward": (Component.PARAMS, Component.BUFFERS, Component.GRADS)}
 """Where legacy needed less than the library's own table says."""
 _MODE_OF_CALL = {"training_mode": Mode.TRAINING, "logprob_mode": Mode.LOGPROB, "inference_mode": Mode.LOGPROB}
@@ -65,188 +55,10 @@ class _Plan:
 _plans: weakref.WeakKeyDictionary[Step, _Plan] = weakref.WeakKeyDictionary()
 
 
-class LegacyTrainer:
+class LegacyTrainer(LegacyHandle):
     """The part of the legacy API that policies and values share. Made as one of the two, not by itself."""
 
-    _kind = "policy"
-    _infers = "prepare_for_lp_inference"
-    """The legacy call that brings the weights in for inference."""
-
-    def __init__(
-        self,
-        policy: TrainableModel,
-        *,
-        backend: Literal["dtensor", "megatron"] = "dtensor",
-        config: LegacyConfig | Mapping[str, Any] | None = None,
-    ) -> None:
-        if getattr(policy, "_kind", None) != self._kind:
-            made = "rs.attach" if self._kind == "policy" else "session.attach_value"
-            raise ConfigError(
-                f"{type(self).__name__}({policy!r}): that is no {self._kind} of rl_session",
-                (),
-                f"{type(self).__name__}({made}(model, optimizer))",
-            )
-        self._policy: Any = policy
-        self._control: Control = policy._control  # noqa: SLF001 (two faces of one policy)
-        self._config: LegacyConfig = LegacyConfig.of(backend, config, self._defaults())
-
-    def _defaults(self) -> dict[str, bool]:
-        names = ("offload_optimizer_for_logprob", "offload_optimizer_for_refit")
-        return {name: getattr(self._control.flags, name) for name in names}
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._policy!r}, {self._config.backend}>"
-
-    def __reduce__(self) -> Any:
-        """A handle for another process, where the policy itself can go there.
-
-        Raises:
-            UnsupportedError: The policy is in this process.
-        """
-        if isinstance(self._control.group, LocalGroup):
-            raise UnsupportedError(
-                f"{self._control.label}: pickling {type(self).__name__} of a policy in this process",
-                ("its model and optimizer are here, and another process would get a copy of them",),
-                "session.policy(..., workers=RayWorkers(...))  # then handles may be sent to other actors",
-            )
-        return _rebuild, (type(self), self._policy, self._config)
-
-    # -- the policy itself, for loops that are half migrated -----------------------------------------------------------
-
-    @property
-    def scoped(self) -> Any:
-        """The policy of rl_session behind this handle."""
-        return self._policy
-
-    @property
-    def cfg(self) -> dict[str, Any]:
-        """The configuration as legacy code reads it, and as ``scopes(policy)`` of the adapter does."""
-        config = self._config
-        is_megatron = config.backend == "megatron"
-        return {
-            "dtensor_cfg": {"enabled": not is_megatron, "cpu_offload": not self._control.flags.weights_move},
-            "megatron_cfg": {
-                "enabled": is_megatron,
-                "optimizer": {"optimizer_cpu_offload": config.optimizer_cpu_offload},
-            },
-            "offload_optimizer_for_logprob": config.offload_optimizer_for_logprob,
-            "offload_optimizer_for_refit": config.offload_optimizer_for_refit,
-        }
-
-    @property
-    def mode(self) -> Mode:
-        """The mode in effect."""
-        mode: Mode = self._policy.mode
-        return mode
-
-    @property
-    def placement(self) -> Placement:
-        """Where each component is.
-
-        Raises:
-            ClosedError: The policy was closed.
-        """
-        placement: Placement = self._policy.placement
-        return placement
-
-    def training_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle; inside it this handle's compute calls may be made."""
-        scope: Scope[Any] = self._policy.training_mode(**options)
-        return scope
-
-    def offloaded(self, **options: Any) -> Scope[Any]:
-        """The scope of the policy behind this handle."""
-        scope: Scope[Any] = self._policy.offloaded(**options)
-        return scope
-
-    # -- lifecycle -----------------------------------------------------------------------------------------------------
-
-    def _lifecycle(self, call: str, effect: Effect) -> None:
-        """Do what a lifecycle call does, and say what to write instead.
-
-        Raises:
-            ShimInScopeError: A scope is open.
-            RLSessionError: The transition failed and was rolled back; everything is as it was.
-        """
-        warn_once(f"{self._kind}.{call}", self._instead(effect))
-        with self._turn(call, effect.scope) as site:
-            self._apply(call, effect, site)
-
-    def _apply(self, call: str, effect: Effect, site: str) -> None:
-        """What a lifecycle call does; the caller has the turn."""
-        mode = effect.mode
-        if mode is Mode.REFIT and self._is_away(Component.PARAMS):
-            mode = Mode.OFFLOADED  # legacy moved no weights here, and there is nothing to read on the device
-        reply = self._control.switch(mode, call, site, cells=effect.cells)
-        self._control.ask("hold_mode", effect.forwards)
-        if reply is not None and destroys_gradients(effect):
-            self._tell_kept(call, site, reply.placement[Component.GRADS])
-
-    def _instead(self, effect: Effect) -> str:
-        if effect.scope == "offloaded()":
-            return f"nothing: the end of a scope is the way back; or with {self._kind}.offloaded(): ..."
-        return f"with {self._kind}.{effect.scope}: ... around the calls that it serves"
-
-    def _tell_kept(self, call: str, site: str, tier: Tier) -> None:
-        if tier is Tier.NONE:
-            return
-        nbytes = self._control.ask("sizes")[Component.GRADS.value]
-        message = (
-            f"{call} at {site}: legacy destroyed the gradients of the open step here; they are kept on the "
-            f"{tier.value}. Say keep_train_buffers=True, or finish or abort the step before"
-        )
-        self._control.record(events.WarningIssued(code="open_step_kept", message=message, nbytes=nbytes))
-
-    @contextmanager
-    def _turn(self, call: str, scope: str) -> Iterator[str]:
-        """A block in which this thread alone changes the policy, outside every scope; yields the call site."""
-        site = call_site()
-        token = self._own(call, site)
-        try:
-            if token is None:
-                self._refuse_in_scope(call, site, scope)
-            with self._control.changing(), speaking("shim", site):
-                if self._control.frames:
-                    self._refuse_in_scope(call, site, scope)
-                yield site
-        finally:
-            if token is not None:
-                self._control.let_go(token)
-
-    def _own(self, call: str, site: str) -> Token | None:
-        """Become the owner, waiting for other threads as long as they have no scope open; None when one is open."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            self._control.close_orphans()
-            if self._control.frames:
-                return None
-            try:
-                return self._control.acquire(call, site, timeout=0.2)
-            except OwnershipError as error:
-                if isinstance(error, StaleHandleError) or time.monotonic() > deadline:
-                    raise
-
-    def _refuse_in_scope(self, call: str, site: str, scope: str) -> None:
-        """Refuse a call that moves bytes while a scope is open.
-
-        Raises:
-            ShimInScopeError: Always.
-        """
-        frames = self._control.frames
-        inside = frames[-1] if frames else None
-        described = inside.describe() if inside is not None else "a scope"
-        block = inside.spelling if inside is not None else "that scope"
-        raise ShimInScopeError(
-            f"{self._control.label}: {call} at {site} inside {described}",
-            self._control.explain()[1],
-            f"with {self._kind}.{scope}: ...  # after the block of {block}; the scope does what the call did",
-        )
-
     # -- computing -----------------------------------------------------------------------------------------------------
-
-    def _is_away(self, *components: str) -> list[str]:
-        away: list[str] = self._control.ask("away", components)
-        return away
 
     @contextmanager
     def _computing(self, call: str, gate: str, forwards: Literal["train", "eval"] | None) -> Iterator[None]:
@@ -284,28 +96,67 @@ class LegacyTrainer:
             raise
 
     def _check_needs(self, call: str, gate: str, site: str) -> None:
-        needs = _NEEDS.get(gate, CALL_NEEDS.get(gate, ()))
-        away = self._is_away(*needs)
+        """Refuse a call whose bytes are away, or whose gradient buffer legacy had freed."""
+        away = self._missing(gate)
         if not away:
             return
         control = self._control
+        needs = self._needs(gate)
         control.record(events.GuardRejected(method=call, mode=control.mode.value, needs=[n.value for n in needs]))
-        is_training = scope_to_write(gate) == "training_mode"
+        is_training = Component.GRADS in needs
         missing = "prepare_for_training()" if is_training else f"{self._infers}()"
-        scope = scope_to_write(gate, self._kind)
+        scope = "training_mode" if is_training else scope_to_write(gate, self._kind)
         they_are = "they are" if len(away) > 1 or away[0].endswith("s") else "it is"
+        facts = [*control.explain()[1], f"the legacy call that brings them in was not made: {missing}"]
+        if self._is_freed() and is_training:
+            facts.append("Megatron's gradient buffer was freed: without that call train() writes into 0 bytes")
         raise ModeError(
             f"{control.label}: {call}() at {site} needs {', '.join(away).upper()} on the device, but {they_are} away",
-            (*control.explain()[1], f"the legacy call that brings them in was not made: {missing}"),
+            tuple(facts),
             f"{self._kind}.{missing}  # before; or, in scopes: with {self._kind}.{scope}(): {self._kind}.{call}(...)",
         )
+
+    def _needs(self, gate: str) -> tuple[Component, ...]:
+        needs = _NEEDS.get(gate, CALL_NEEDS.get(gate, ()))
+        # Megatron zeroes the gradient buffer for an evaluation too.
+        is_megatron_evaluation = gate == _EVALUATES and self._config.backend == "megatron"
+        return (*needs, Component.GRADS) if is_megatron_evaluation else needs
+
+    def _missing(self, gate: str) -> list[str]:
+        needs = self._needs(gate)
+        away = self._is_away(*needs)
+        if Component.GRADS in needs and Component.GRADS not in away and self._is_freed():
+            away.append(Component.GRADS.value)
+        return away
+
+    def _is_freed(self) -> bool:
+        """Whether legacy would have no gradient buffer now; an open step's gradients are kept, and with them the buffer."""
+        return self._policy.open_step is None and frees_gradients(self._control.resting_cells)
 
     def _allow(self, call: str, gate: str, site: str) -> None:
         """Go to a mode that has the call, moving nothing: legacy computed wherever the bytes were."""
         if not gate or may_call(self._control.mode, gate):
             return
         mode = _MODE_OF_CALL[scope_to_write(gate, self._kind)]
-        self._control.switch(mode, f"{call}()", site, cells=AS_IT_IS)
+        trains = mode is Mode.TRAINING  # only with a live buffer
+        cells = AS_IT_IS if trains else still_freed(AS_IT_IS, self._control.resting_cells)
+        self._control.switch(mode, f"{call}()", site, cells=cells)
+
+    def _refuse_open_step(self, call: str) -> None:
+        """Refuse to begin or train while a legacy step is open, in the words of the calls that end it.
+
+        Raises:
+            OpenStepError: One is.
+        """
+        if self._policy.open_step is None:
+            return
+        control, kind = self._control, self._kind
+        control.record(events.GuardRejected(method=call, mode=control.mode.value, needs=[]))
+        raise OpenStepError(
+            f"{control.label}: {call}() at {call_site()} while a train step is open",
+            (*control.explain()[1], "legacy zeroed its gradients here, or raised RuntimeError"),
+            f"{kind}.finish_train_step()  # or {kind}.abort_train_step(); in scopes: step.commit() or step.abort()",
+        )
 
     def train(
         self,
@@ -320,8 +171,10 @@ class LegacyTrainer:
         """Make ``B / gbs`` optimizer steps and one scheduler step; or only compute the loss, with ``eval_mode``.
 
         Contract: needs weights (and, to train, gradients and optimizer state) on the device, as ``prepare_for_training()``
-        brings them; leaves the module in train, or in eval with ``eval_mode``; gradients are gone afterwards (a flat buffer
-        is zero). Scope: ``with policy.training_mode(): policy.train(batch, loss_fn)``. Guide: docs/legacy-api.md.
+        brings them; on Megatron, with ``eval_mode`` too, not after a call that freed the gradient buffer
+        (``prepare_for_lp_inference()``, every offload). Leaves the module in train, or in eval with ``eval_mode``; gradients are
+        gone afterwards (a flat buffer is zero). Scope: ``with policy.training_mode(): policy.train(batch, loss_fn)``. Guide:
+        docs/legacy-api.md.
 
         Args:
             data: A legacy batch or any mapping.
@@ -344,8 +197,10 @@ class LegacyTrainer:
         del timer, check_dim_skip_keys
         gbs = gbs or self._config.train_global_batch_size
         mbs = mbs or self._config.train_micro_batch_size
-        gate = "train(eval_mode=True)" if eval_mode else "train"
+        gate = _EVALUATES if eval_mode else "train"
         with self._computing("train", gate, "eval" if eval_mode else "train"):
+            if not eval_mode:
+                self._refuse_open_step("train")
             num = max(1, len(data["input_ids"]) // gbs) if gbs and "input_ids" in data else 1
             rate = self._control.ask("learning_rate")
             loss = LegacyLoss(loss_fn, num)
@@ -376,7 +231,9 @@ class LegacyTrainer:
             ModeError: What it needs is away; the message names the missing legacy call and the scope.
         """
         del gbs
+        warn_once(f"{self._kind}.begin_train_step(loss_fn)", _STEPS.format(self._kind))
         with self._computing("begin_train_step", "begin_step", "train"):
+            self._refuse_open_step("begin_train_step")
             step: Step = self._policy.begin_step()
             _plans[step] = _Plan(LegacyLoss(loss_fn, 1, is_counting=True), mbs or self._config.train_micro_batch_size)
 
@@ -395,6 +252,7 @@ class LegacyTrainer:
             ModeError: What it needs is away; the message names the missing legacy call and the scope.
             RLSessionError: As ``Step.forward_backward``.
         """
+        warn_once(f"{self._kind}.train_microbatches(chunk)", "step.forward_backward(chunk, loss_fn)")
         step, plan = self._open("train_microbatches")
         with self._computing("train_microbatches", "forward_backward", None):
             was = self._hold("train")
@@ -425,6 +283,9 @@ class LegacyTrainer:
             ModeError: What it needs is away; the message names the missing legacy call and the scope.
             RLSessionError: As ``Step.commit``.
         """
+        warn_once(
+            f"{self._kind}.finish_train_step()", "step.commit(), or the end of with policy.begin_step() as step: ..."
+        )
         step, plan = self._open("finish_train_step")
         if not plan.num_chunks:
             facts = (*self._control.explain()[1], "no chunk was given to it: there is nothing to divide by")
@@ -442,6 +303,9 @@ class LegacyTrainer:
         Raises:
             OwnershipError: Another thread has a scope open.
         """
+        warn_once(
+            f"{self._kind}.abort_train_step()", "step.abort(), which with policy.begin_step() does after an exception"
+        )
         step = self._policy.open_step
         if step is not None:
             with self._computing("abort_train_step", "", None):
@@ -468,15 +332,14 @@ class LegacyTrainer:
     def shutdown(self) -> bool:
         """Give the model back and refuse everything from now on; True.
 
+        Contract: the last call of a loop. Scope: ``policy.close()``, or the end of ``with rs.Session(...)``. Guide:
+        docs/legacy-api.md.
+
         Raises:
             RLSessionError: It could not be given back.
         """
         self._policy.close()
         return True
-
-
-def _rebuild(kind: type[LegacyTrainer], policy: TrainableModel, config: LegacyConfig) -> LegacyTrainer:
-    return kind(policy, backend=config.backend, config=config)
 
 
 def _with_whole_counts(result: dict[str, Any]) -> dict[str, Any]:

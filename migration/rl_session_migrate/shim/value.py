@@ -22,8 +22,8 @@ __all__ = ["LegacyValue"]
 class LegacyValue(LegacyTrainer):
     """A value model of rl_session with the methods of a legacy value, over the same engine as the scopes.
 
-    Lifecycle calls set where it *rests*, as those of :class:`LegacyPolicy` do; they take no arguments. Guide:
-    docs/legacy-api.md.
+    Lifecycle calls set where it *rests*, as those of :class:`LegacyPolicy` do; they take no arguments. Reference:
+    docs/legacy-api.md; the way to scopes, in steps: migration/README.md.
 
     Args:
         value: The value model, made by ``session.attach_value``.
@@ -36,6 +36,7 @@ class LegacyValue(LegacyTrainer):
 
     _kind = "value"
     _infers = "prepare_for_inference"
+    _effects = staticmethod(value_effect)
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
-        self._lifecycle("prepare_for_training()", value_effect("prepare_for_training", self._config))
+        self._lifecycle("prepare_for_training")
 
     def prepare_for_inference(self) -> None:
         """Bring the weights to the device, and leave the module in eval; optimizer state stays where it is.
@@ -69,7 +70,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: The device has no room, or something else failed; everything is as it was.
         """
-        self._lifecycle("prepare_for_inference()", value_effect("prepare_for_inference", self._config))
+        self._lifecycle("prepare_for_inference")
 
     def finish_inference(self) -> None:
         """Send the weights to the host; the train flag and optimizer state stay (a policy's leaves the module in eval).
@@ -81,7 +82,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("finish_inference()", value_effect("finish_inference", self._config))
+        self._lifecycle("finish_inference")
 
     def finish_training(self) -> None:
         """Send everything to the host, and leave the module in eval; that of a policy does nothing.
@@ -93,7 +94,7 @@ class LegacyValue(LegacyTrainer):
             ShimInScopeError: A scope is open.
             RLSessionError: It failed; everything is as it was.
         """
-        self._lifecycle("finish_training()", value_effect("finish_training", self._config))
+        self._lifecycle("finish_training")
 
     def get_values(self, data: Batch, timer: Any = None) -> BatchedDataDict:
         """One value a token.
@@ -116,7 +117,12 @@ class LegacyValue(LegacyTrainer):
         return self._infer("get_values", lambda: self._policy.get_values(data))
 
     def save_checkpoint(
-        self, weights_path: Any, optimizer_path: Any = None, tokenizer_path: Any = None, checkpointing_cfg: Any = None
+        self,
+        weights_path: Any,
+        optimizer_path: Any = None,
+        tokenizer_path: Any = None,
+        checkpointing_cfg: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Write a checkpoint of weights, optimizer and scheduler state to ``weights_path``; nothing moves.
 
@@ -127,16 +133,20 @@ class LegacyValue(LegacyTrainer):
             optimizer_path: A note that points there is written here.
             tokenizer_path: Taken and not used.
             checkpointing_cfg: Taken and not used.
+            **kwargs: Taken and not used, such as ``is_final_checkpoint``.
 
         Raises:
             CheckpointError: ``weights_path`` is something else than a checkpoint or a free name.
             CheckpointWriteError: It could not be written; what stood there still stands.
         """
-        del tokenizer_path, checkpointing_cfg
+        del tokenizer_path, checkpointing_cfg, kwargs
         with speaking("shim", call_site()):
             self._save(weights_path, optimizer_path)
 
     def inference_mode(self, **options: Any) -> Scope[Any]:
-        """The scope of the value model behind this handle; inside it this handle's compute calls may be made."""
+        """The scope of the value model behind this handle; inside it this handle's compute calls may be made.
+
+        Contract: not of the legacy API; comes back to where the last lifecycle call left the model. Guide: docs/legacy-api.md.
+        """
         scope: Scope[Any] = self._policy.inference_mode(**options)
         return scope

@@ -317,6 +317,8 @@ def _sharing_of(made: tuple[LegacyScopes, ...], release: Literal["lazy", "eager"
     """
     there = {id(tenant.group.sharing): tenant.group.sharing for tenant in made if tenant.group.sharing is not None}
     if len(there) > 1:
+        there = _without_loners(made, there)
+    if len(there) > 1:
         raise ConfigError(
             f"share({', '.join(map(repr, made))}): they share their GPUs with different others already",
             (),
@@ -330,6 +332,16 @@ def _sharing_of(made: tuple[LegacyScopes, ...], release: Literal["lazy", "eager"
             f"share(policy, policy_generation, release={sharing.release!r})",
         )
     return sharing
+
+
+def _without_loners(made: tuple[LegacyScopes, ...], there: dict[int, Sharing]) -> dict[int, Sharing]:
+    """The groups, of which those of one, who shares with nobody yet, give way to the others."""
+    loners = [tenant for tenant in made if tenant.group.sharing is not None and tenant.group.sharing.num_tenants == 1]
+    for tenant in loners:
+        if len(there) > 1 and tenant.group.sharing is not None and not tenant._control.frames:  # noqa: SLF001
+            there = {key: sharing for key, sharing in there.items() if sharing is not tenant.group.sharing}
+            tenant.group.sharing.part(tenant.group)
+    return there
 
 
 def _has_own_gpus(tenant: LegacyScopes) -> bool:

@@ -53,6 +53,11 @@ class Sharing:
         self._clock = itertools.count(1)
         self._lock = threading.RLock()
 
+    @property
+    def num_tenants(self) -> int:
+        """How many there are that are alive."""
+        return sum(tenant.group.is_alive for tenant in self._tenants)
+
     def join(self, tenant: Tenant) -> None:
         """A tenant comes; nothing is moved."""
         self._tenants.append(tenant)

@@ -12,6 +12,7 @@ import pytest
 
 from rl_session.audit import AuditLog, events, sibling_path
 from rl_session.audit.check import CheckResult, assert_log_is_consistent, check
+from rl_session.audit.envelope import ENVELOPE
 
 Line = dict[str, Any]
 Edit = Callable[..., Path]
@@ -57,7 +58,7 @@ def codes(result: CheckResult) -> set[str]:
 
 def insert(lines: list[Line], index: int, event: events.Event) -> None:
     """Put a record behind another, with its envelope."""
-    envelope = {key: lines[index][key] for key in events.ENVELOPE}
+    envelope = {key: lines[index][key] for key in ENVELOPE}
     lines.insert(index + 1, {**envelope, "event": event.event, **event.to_fields()})
 
 

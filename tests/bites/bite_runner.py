@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
-import hypothesis  # noqa: F401 (loaded once, for every fork)
+import hypothesis
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401 (as above)
+import torch.distributed.tensor
 from bites import ROOT, Bite, BiteError, load
 
+_LOADED = (hypothesis, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor)
+"""Loaded once, for every fork: they take longest."""
 _TREES = ("rl_session", "migration", "tests", "docs", "examples", "benchmarks")
 _PYTEST = ("-q", "--no-header", "-p", "no:randomly", "-p", "no:cacheprovider", "--timeout=100", "-W", "default")
 
@@ -64,7 +66,7 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             text = _first_line(report)
-            is_test = report.when != "setup" and "Timeout" not in text
+            is_test = report.when != "setup" and "from pytest-timeout" not in text
             (self.outcome.failed if is_test else self.outcome.broken).setdefault(report.nodeid, text)
         elif report.passed and report.when == "call":
             self.outcome.passed.append(report.nodeid)
@@ -151,7 +153,8 @@ def baseline(copy: Path, bites: Sequence[Bite], seconds: float) -> list[str]:
         return ["the tests did not end in time with every mechanism in place"]
     problems = [f"{node} fails with every mechanism in place: {why}" for node, why in outcome.failed.items()]
     problems += [f"{node or 'the run'} broke: {why}" for node, why in outcome.broken.items()]
-    problems += [f"{test} did not run" for test in tests if not any(_is_of(node, test) for node in outcome.passed)]
+    ended = (*outcome.passed, *outcome.failed)
+    problems += [f"{test} did not run" for test in tests if not any(_is_of(node, test) for node in ended)]
     return problems
 
 
@@ -199,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name them and stop")
     parser.add_argument("--seconds", type=float, default=150.0, help="the most for the tests of one bite")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy goes
     chosen = [bite for bite in load() if bite.matches(tuple(options.words))]
     if options.list or not chosen:
         print("\n".join(f"{bite.area}: {bite.mechanism}" for bite in chosen) or "no bite has these words")
