@@ -187,7 +187,8 @@ class Engine:
         copied = [unit for unit in units if unit.host is not None]
         for unit in copied:
             unit.is_snapshot = True
-        if then is not Stance.EXPOSED:  # else the caller may write from here on, and no copy is worth anything
+        # Where the caller may write from here on no copy stands for anything; begin_snapshots() asks if a step was made.
+        if then is not Stance.EXPOSED or not self.snapshots_intact:
             validate_hosts(copied)
         if then in (Stance.EXPOSED, Stance.PROTECTED):
             for unit in [unit for unit in units if unit.resters]:
@@ -258,15 +259,14 @@ class Engine:
     def forget_snapshots(self) -> None:
         """The weights have moved on since the device copies were made: they cannot be restored from the host."""
         self.snapshots_intact = False
-        for unit in self.ledger.own_units():
-            unit.is_snapshot = False
         self.mark_dirty()
 
     def begin_snapshots(self) -> None:
         """From now on the host copies of what is on the device are a snapshot that a failed step can fall back on."""
         with library_access():
             for unit in self.ledger.own_units():
-                unit.is_snapshot = unit.tier is Tier.DEVICE and (unit.is_snapshot or unit.is_clean())
+                kept = unit.is_snapshot and self.snapshots_intact
+                unit.is_snapshot = unit.tier is Tier.DEVICE and (kept or unit.is_clean())
         self.snapshots_intact = True
 
     def restore_snapshot(self, components: Iterable[str]) -> bool:
