@@ -83,6 +83,18 @@ def test_a_reference_that_cannot_come_in_is_a_typed_error(
     assert torch.equal(policy.get_reference_policy_logprobs(BATCH)["reference_logprobs"], before)
 
 
+def test_a_write_after_a_reference_that_could_not_come_in_is_not_lost(attach: Attach) -> None:
+    policy = attach("actor", reference="copy")
+    weight = policy._control.group.worker.module.mix.weight
+    with policy.training_mode():
+        with inject_fault(policy, "copy_in", k=4), pytest.raises(rs.TransitionError):
+            policy.get_reference_policy_logprobs(BATCH)
+        weight.data.mul_(1.5)  # bumps no version: in TRAINING anything may have been written
+        written = weight.detach().clone()
+        policy.get_reference_policy_logprobs(BATCH)
+        assert torch.equal(weight, written)
+
+
 def test_a_step_whose_gradients_are_away_is_refused_and_stays_open(attach: Attach) -> None:
     policy = attach("actor")
     with policy.training_mode():
