@@ -130,9 +130,9 @@ class Scopes(Transitions):
         """
         with self.lock:
             self.ready(spelling)
-            self._check_nesting(mode, spelling, call_site)
-            self.last_used = self.run.arbiter.tick()
             row = mode if companion is None else Mode.OFFLOADED
+            self._check_nesting(mode, row, spelling, call_site)
+            self.last_used = self.run.arbiter.tick()
             frame = self._open_frame(holder, mode, row, spelling, call_site)
             self.frames.append(frame)
             if self.lease is not None and len(self.frames) == 1:
@@ -166,7 +166,7 @@ class Scopes(Transitions):
             raise
         frame.companion = companion
 
-    def _check_nesting(self, mode: Mode, spelling: str, call_site: str) -> None:
+    def _check_nesting(self, mode: Mode, row: Mode, spelling: str, call_site: str) -> None:
         if self._calls:
             raise ScopeError(
                 f"{self.label}: {spelling} at {call_site} inside a running compute call",
@@ -174,7 +174,7 @@ class Scopes(Transitions):
                 f"with policy.{spelling}: ...  # around the call, not inside its loss or forward",
             )
         if self.run.engines:
-            refuse_beside_engine(self, mode, spelling, call_site)
+            refuse_beside_engine(self, row, spelling, call_site)
         if self.frames and not may_nest_in(self.frames[-1], mode):
             outer = self.frames[-1]
             raise NestingError(

@@ -168,6 +168,10 @@ class Fault:
     fired: bool = False
     seen: int = 0
 
+    def happen(self) -> BaseException:
+        """It is due: what is raised."""
+        return self.error
+
     def next_is_due(self, operation: Operation) -> bool:
         """Count one storage of ``operation``; whether this is the one to fail."""
         if self.fired or operation != self.operation:
@@ -250,9 +254,21 @@ class EmulatedDevice(Device):
             error = InjectedFault(f"injected: {operation} of storage {k}, {point}")
         elif isinstance(error, type):
             error = error(f"injected: {operation} of storage {k}, {point}")
-        fault = Fault(operation, k, point, error)
+        return self.arm(Fault(operation, k, point, error))
+
+    def arm(self, fault: Fault) -> Fault:
+        """Have a fault of one's own making, once it is due."""
         self._faults.append(fault)
         return fault
+
+    def disarm(self, fault: Fault) -> None:
+        """Take a fault back; nothing where it has happened."""
+        self._faults = [each for each in self._faults if each is not fault]
+
+    @property
+    def num_armed(self) -> int:
+        """Faults that have not happened yet."""
+        return len(self._faults)
 
     def heal(self) -> None:
         """Disarm every fault that has not fired."""
@@ -286,8 +302,14 @@ class EmulatedDevice(Device):
         if nbytes < 0:
             raise ConfigError(f"EmulatedDevice.occupy({nbytes})", (), "EmulatedDevice.occupy(2**20)")
         block = torch.empty(0, dtype=torch.uint8)
-        self.allocate([block.untyped_storage()], [nbytes])
-        return block.set_(block.untyped_storage(), 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
+        storage = block.untyped_storage()
+        try:
+            self.allocate([storage], [nbytes])
+        except BaseException:  # it may have come after the bytes did, and whoever keeps the error keeps the block
+            storage.resize_(0)
+            self._leave(storage._cdata)
+            raise
+        return block.set_(storage, 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
 
     def vacate(self, block: Tensor) -> None:
         """Give back what :meth:`occupy` took; views of it read nothing from now on."""
@@ -340,7 +362,7 @@ class EmulatedDevice(Device):
         for storage, size in zip(storages, nbytes, strict=True):
             fault = self._due("allocate") if self._faults else None
             if fault and fault.point == "before":
-                raise fault.error
+                raise fault.happen()
             if self.capacity is not None:
                 self._check_capacity(self._total, size)
             storage.resize_(size)
@@ -349,7 +371,7 @@ class EmulatedDevice(Device):
                     byte_alias(storage).fill_(_POISON)
             self._enter(storage, size)
             if fault:
-                raise fault.error
+                raise fault.happen()
 
     def _check_capacity(self, resident: int, size: int) -> None:
         assert self.capacity is not None
@@ -365,14 +387,14 @@ class EmulatedDevice(Device):
         for storage in storages:
             fault = self._due("free") if self._faults else None
             if fault and fault.point == "before":
-                raise fault.error
+                raise fault.happen()
             if self._poisons:
                 with library_access():
                     byte_alias(storage).fill_(_POISON)
             storage.resize_(0)
             self._leave(storage._cdata)
             if fault:
-                raise fault.error
+                raise fault.happen()
 
     def copy_out(self, pairs: Sequence[CopyPair]) -> None:
         """Copy device bytes to the host, at once or when awaited."""
@@ -398,7 +420,7 @@ class EmulatedDevice(Device):
     def _copy_one(self, operation: Literal["copy_out", "copy_in"], there: Tensor, host: Tensor) -> None:
         fault = self._due(operation)
         if fault and fault.point == "before":
-            raise fault.error
+            raise fault.happen()
         size = host.numel() // 2 if fault and fault.point == "half" else host.numel()
         self._count(operation, 1, size)
         if self._delays:
@@ -407,7 +429,7 @@ class EmulatedDevice(Device):
         else:
             _copy_prefix(operation, there, host, size)
         if fault:
-            raise fault.error
+            raise fault.happen()
 
     def _count(self, operation: Operation, num_copies: int, nbytes: int) -> None:
         self.num_copies += num_copies
@@ -428,7 +450,7 @@ class EmulatedDevice(Device):
         """Carry out every delayed copy, in order."""
         fault = self._due("synchronize")
         if fault and fault.point == "before":
-            raise fault.error
+            raise fault.happen()
         pending, self._pending = self._pending, []
         if fault and fault.point == "half":
             pending = pending[: len(pending) // 2]
@@ -436,7 +458,7 @@ class EmulatedDevice(Device):
             for copy in pending:
                 copy()
         if fault:
-            raise fault.error
+            raise fault.happen()
 
     def checksum(self, storage: torch.UntypedStorage) -> int:
         """CRC-32 of the storage's bytes."""
