@@ -30,7 +30,7 @@ from rl_session.offload.shards import Shards
 from rl_session.offload.snapshot import WEIGHTS
 from rl_session.offload.tensors import library_access
 from rl_session.offload.transaction import Transaction
-from rl_session.offload.unit import Unit
+from rl_session.offload.unit import Unit, arrive, validate_hosts
 from rl_session.offload.watch import Stance, Watch
 from rl_session.planning import Plan, plan, summarise
 
@@ -188,28 +188,29 @@ class Engine:
             wanted = max((target[c] for c in components), key=lambda t: t.height)
             for unit in units:
                 unit.needs[ledger] = wanted
-                if len(unit.needs) > 1:
-                    ledger.tell_others(unit)
+            for unit in [unit for unit in units if len(unit.needs) > 1]:
+                ledger.tell_others(unit)
         ledger.look(snapshot)  # refreshes what away() answers from
 
     def _receive(self, units: Sequence[Unit], snapshot: Snapshot, then: Stance | None) -> None:
         """What came to the device is there, and its host copies are as good until somebody writes."""
-        ledger = self.ledger
+        ledger, found = self.ledger, snapshot.inventory.storages
         ledger.reveal(units)
-        leaves_rest = then in (Stance.EXPOSED, Stance.PROTECTED)
-        for unit in units:
-            unit.arrive()
-            if unit.component == Component.GRADS or unit.key not in snapshot.inventory.storages:
-                unit.release_host()  # gradients change every step: their buffers are worth more to the next one
-            elif unit.host is not None:
-                unit.validate_host()
-                unit.is_snapshot = True
+        arrive(units)
+        for unit in [unit for unit in units if unit.component == Component.GRADS or unit.key not in found]:
+            unit.release_host()  # gradients change every step: their buffers are worth more to the next one
+        for unit in [unit for unit in units if unit.was_touched]:
             unit.was_touched = False  # whoever kept a pointer has one to what was freed
-            if unit.resters:
-                if leaves_rest:
-                    unit.resters.discard(ledger)
-                if unit.resters:
-                    self.watch.cover(unit)
+        copied = [unit for unit in units if unit.host is not None]
+        for unit in copied:
+            unit.is_snapshot = True
+        if then is not Stance.EXPOSED:  # else the caller may write from here on, and no copy is worth anything
+            validate_hosts(copied)
+        if then in (Stance.EXPOSED, Stance.PROTECTED):
+            for unit in [unit for unit in units if unit.resters]:
+                unit.resters.discard(ledger)
+        for unit in [unit for unit in units if unit.resters]:
+            self.watch.cover(unit)
 
     def _reraise(self, error: BaseException, todo: Plan) -> NoReturn:
         label, facts = self.explain()
@@ -250,7 +251,8 @@ class Engine:
 
     def mark_dirty(self) -> None:
         """Device copies may change from now on: no host copy can stand in for one."""
-        for unit in self.ledger.own_units():
+        trusted = [unit for unit in self.ledger.own_units() if unit.host_valid or unit.is_armed]
+        for unit in trusted:
             if unit.tier is Tier.DEVICE:
                 if unit.is_armed:
                     unit.lower_barrier()
@@ -273,14 +275,15 @@ class Engine:
     def forget_snapshots(self) -> None:
         """The weights have moved on since the device copies were made: they cannot be restored from the host."""
         self.snapshots_intact = False
+        for unit in self.ledger.own_units():
+            unit.is_snapshot = False
         self.mark_dirty()
 
     def begin_snapshots(self) -> None:
         """From now on the host copies of what is on the device are a snapshot that a failed step can fall back on."""
         with library_access():
             for unit in self.ledger.own_units():
-                kept = unit.is_snapshot and self.snapshots_intact
-                unit.is_snapshot = unit.tier is Tier.DEVICE and (kept or unit.is_clean())
+                unit.is_snapshot = unit.tier is Tier.DEVICE and (unit.is_snapshot or unit.is_clean())
         self.snapshots_intact = True
 
     def restore_snapshot(self, components: Iterable[str]) -> bool:
