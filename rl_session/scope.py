@@ -110,7 +110,7 @@ class Scope(Generic[H_co]):
 
     def _take(self, site: str, timeout: float | None) -> Token:
         """Become the owner of what the scope needs."""
-        return self._control.acquire(self._spelling, site, timeout)
+        return self._control.acquire(self._spelling, site, timeout, is_scope=True)
 
     def _enter(self, site: str) -> Frame:
         self._frame = self._control.enter(self, self._mode, self._spelling, site, engine=self._engine)

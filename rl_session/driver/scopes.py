@@ -72,8 +72,14 @@ class Scopes(Transitions):
                 if not self.frames:
                     self._release()
 
-    def acquire(self, spelling: str, call_site: str, timeout: float | None = None) -> Token:
+    def acquire(self, spelling: str, call_site: str, timeout: float | None = None, *, is_scope: bool = False) -> Token:
         """Become the owner, which :meth:`enter` and :meth:`switch` ask for; undone by :meth:`let_go`.
+
+        Args:
+            spelling: How the user wrote it.
+            call_site: Where.
+            timeout: Seconds to wait for another owner; None to give up at once.
+            is_scope: Whether a scope is entered next.
 
         Raises:
             OwnershipError: Another thread, task or process is.
@@ -84,7 +90,8 @@ class Scopes(Transitions):
         token = self.ownership.acquire(spelling, call_site, timeout)
         if self.lease is not None and not self.lease.is_held:
             try:
-                self._take_lease(f"{spelling} at {call_site}", timeout)
+                what = f"{spelling} at {call_site}"
+                self._take_lease(what, timeout, scope=what if is_scope else "")
             except BaseException:
                 self.let_go(token)
                 raise
@@ -128,6 +135,8 @@ class Scopes(Transitions):
             self.last_used = self.run.arbiter.tick()
             frame = self._open_frame(holder, mode, row, spelling, call_site)
             self.frames.append(frame)
+            if self.lease is not None and len(self.frames) == 1:
+                self.lease.note_scope(frame.describe())
             if not self.run.log.is_silent:
                 self._record(
                     events.ScopeEntered(

@@ -58,10 +58,12 @@ class Device(ABC):
     Attributes:
         is_told: Whether the device knows only of storages it is told of, and so has to be told of gradients while they live.
         wants_pinned: Whether copies are faster from and to page-locked host memory.
+        replays_graphs: Whether captured graphs may read its memory by address.
     """
 
     is_told = False
     wants_pinned = False
+    replays_graphs = False
     capacity: int | None = None
     """The most bytes it holds, where that is fixed from the start."""
 
@@ -337,6 +339,18 @@ class EmulatedDevice(Device):
         if total > self.peak:  # noqa: PLR1730 (max() costs three times as much, for every storage)
             self.peak = total
 
+    def _enter_all(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
+        keys = [storage._cdata for storage in storages]
+        known, resident = self._known, self._resident
+        if True in [key not in known for key in keys]:
+            for storage, key in zip(storages, keys, strict=True):
+                if key not in known:
+                    known[key] = weak_storage(storage)
+        was = 0 if resident.keys().isdisjoint(keys) else sum([resident.get(key, 0) for key in keys])
+        self._total += sum(nbytes) - was
+        resident.update(zip(keys, nbytes, strict=True))
+        self.peak = max(self.peak, self._total)
+
     def _leave(self, key: int) -> None:
         self._total -= self._resident.pop(key, 0)
 
@@ -355,8 +369,26 @@ class EmulatedDevice(Device):
     def allocate(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         """Resize storages to their size, within the capacity."""
         limit = self.peak if self.capacity is None else min(self.peak, self.capacity)
-        if self._total + sum(nbytes) > limit:  # else what died meanwhile makes no difference
+        wanted = self._total + sum(nbytes)
+        if wanted > limit:  # else what died meanwhile makes no difference
             self._purge()
+        if self._faults or self._poisons or (self.capacity is not None and wanted > self.capacity):
+            self._allocate_each(storages, nbytes)
+        else:
+            self._allocate_all(storages, nbytes)
+
+    def _allocate_all(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
+        """Where none is to fail on purpose; each loop goes over all, which costs half of one loop that does everything."""
+        try:
+            for storage, size in zip(storages, nbytes, strict=True):
+                storage.resize_(size)
+        except BaseException:
+            there = [storage for storage in storages if storage.nbytes()]
+            self._enter_all(there, [storage.nbytes() for storage in there])
+            raise
+        self._enter_all(storages, nbytes)
+
+    def _allocate_each(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         for storage, size in zip(storages, nbytes, strict=True):
             fault = self._due("allocate") if self._faults else None
             if fault and fault.point == "before":
@@ -382,6 +414,12 @@ class EmulatedDevice(Device):
 
     def free(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Resize storages to nothing, poisoning their bytes first when asked to."""
+        if not (self._faults or self._poisons):
+            for storage in storages:
+                storage.resize_(0)
+            resident = self._resident
+            self._total -= sum([resident.pop(storage._cdata, 0) for storage in storages])
+            return
         for storage in storages:
             fault = self._due("free") if self._faults else None
             if fault and fault.point == "before":
@@ -405,10 +443,10 @@ class EmulatedDevice(Device):
     def _copy(self, operation: Literal["copy_out", "copy_in"], pairs: Sequence[CopyPair]) -> None:
         with library_access():
             if not (self._delays or any(fault.operation == operation for fault in self._faults)):
-                aliases = [there if type(there) is Tensor else _as_bytes(there) for there, _ in pairs]
-                hosts = [host for _, host in pairs]
-                self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                 if pairs:
+                    theres, hosts = zip(*pairs, strict=True)
+                    aliases = theres if {*map(type, theres)} == {Tensor} else tuple(map(_as_bytes, theres))
+                    self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                     targets, sources = (hosts, aliases) if operation == "copy_out" else (aliases, hosts)
                     torch._foreach_copy_(targets, sources)
                 return
@@ -501,6 +539,7 @@ class CudaDevice(Device):
     """
 
     wants_pinned = True
+    replays_graphs = True
 
     def __init__(self, index: int) -> None:
         super().__init__(torch.device("cuda", index))
