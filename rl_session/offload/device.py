@@ -58,10 +58,12 @@ class Device(ABC):
     Attributes:
         is_told: Whether the device knows only of storages it is told of, and so has to be told of gradients while they live.
         wants_pinned: Whether copies are faster from and to page-locked host memory.
+        replays_graphs: Whether captured graphs may read its memory by address.
     """
 
     is_told = False
     wants_pinned = False
+    replays_graphs = False
     capacity: int | None = None
     """The most bytes it holds, where that is fixed from the start."""
 
@@ -537,6 +539,7 @@ class CudaDevice(Device):
     """
 
     wants_pinned = True
+    replays_graphs = True
 
     def __init__(self, index: int) -> None:
         super().__init__(torch.device("cuda", index))

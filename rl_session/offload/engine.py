@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rl_session.errors import DeviceMemoryError, HostMemoryError, RLSessionError, TransitionError
+from rl_session.errors import DeviceMemoryError, HostMemoryError, RLSessionError, TransitionError, UnsupportedError
 from rl_session.lifecycle import Component, Placement, Tier
 from rl_session.offload import tensors
 from rl_session.offload.caches import CacheHook, run_cache_hooks
 from rl_session.offload.device import Device
 from rl_session.offload.gradients import GradientStamps
+from rl_session.offload.graphs import captured_graph
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
 from rl_session.offload.ledger import Explain, Ledger, Snapshot
 from rl_session.offload.reports import MoveReport, Notice
 from rl_session.offload.shards import Shards
+from rl_session.offload.snapshot import WEIGHTS
 from rl_session.offload.tensors import library_access
 from rl_session.offload.transaction import Transaction
 from rl_session.offload.unit import Unit, arrive, validate_hosts
@@ -143,10 +145,13 @@ class Engine:
             IntegrityError: Contents differ from what they were known to be; everything is where it was.
             TransitionError: Anything else went wrong; everything is where it was.
             FaultedError: It went wrong, and so did putting things back.
+            UnsupportedError: A captured CUDA graph reads what would leave; nothing was done.
         """
         with library_access():
             self.shards.reshard()
             todo = self.plan(snapshot, target)
+            if self.device.replays_graphs:
+                self._refuse_under_graph(todo)
             transaction = Transaction(self.ledger, snapshot, todo, self.pool, verify=self.verify, pin=self.pin)
             try:
                 transaction.run()
@@ -161,6 +166,18 @@ class Engine:
         seconds = tuple(transaction.seconds_of(line) for line in moved)
         dropped = sum(move.nbytes for move in todo.drops)
         return MoveReport(self.placement, moved, seconds, dropped, tuple(notices))
+
+    def _refuse_under_graph(self, todo: Plan) -> None:
+        """Weights that come back have other addresses, and a graph goes on reading those it was captured with."""
+        leaving = [move.component for move in todo.offloads if move.component in WEIGHTS]
+        where = captured_graph(self.ledger.sources.module) if leaving else None
+        if where is not None:
+            label, facts = self.explain()
+            raise UnsupportedError(
+                f"{label}: {leaving[0]} cannot leave the device: a captured CUDA graph reads them by address",
+                (*facts, f"the graph is held by {where} of the model"),
+                f"del model.{where}  # and capture anew in the next scope; or OffloadConfig(release='never')",
+            )
 
     def _commit(self, snapshot: Snapshot, target: Placement, transaction: Transaction, then: Stance | None) -> None:
         self._receive(transaction.onloaded, snapshot, then)

@@ -7,7 +7,7 @@ counters do not change, so a live autograd graph survives. Knows nothing of what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -83,18 +83,24 @@ def replaced(
                 engine.device.synchronize()
             except BaseException:
                 _write_back(engine, snapshot, units)
+                _end(engine, units, stays_valid=stays_valid)
                 raise
     try:
         yield saved + sum(unit.nbytes for unit in units)
     finally:
         with library_access():
             _write_back(engine, snapshot, units)
-            for unit in units:
-                unit.host_valid = unit.host_valid and stays_valid
-                if unit.tier is Tier.HOST:  # where FSDP keeps it on the host, its own storage has the bytes
-                    unit.release_host()
-                if unit.resters:
-                    engine.watch.cover(unit)
+            _end(engine, units, stays_valid=stays_valid)
+
+
+def _end(engine: Engine, units: list[Unit], *, stays_valid: bool) -> None:
+    """The live bytes are back: decide what the host copies of them are worth from now on."""
+    for unit in units:
+        unit.host_valid = unit.host_valid and stays_valid
+        if unit.tier is Tier.HOST:  # where FSDP keeps it on the host, its own storage has the bytes
+            unit.release_host()
+        if unit.resters:
+            engine.watch.cover(unit)
 
 
 @contextmanager
@@ -110,6 +116,8 @@ def _typed(engine: Engine) -> Iterator[None]:
     except (RLSessionError, AssertionError):
         raise
     except Exception as error:
+        with suppress(Exception):  # what was started must have ended before its buffers mean something else
+            engine.device.synchronize()
         label, facts = engine.explain()
         kind = DeviceMemoryError if isinstance(error, torch.OutOfMemoryError) else TransitionError
         raise kind(

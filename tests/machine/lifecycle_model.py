@@ -453,10 +453,12 @@ class World:
             if policy.mode not in CALLS[what].split():
                 mode = "logprob" if what == "infer" else "training"
                 self.switch(policy, mode, cells=_cells("as is", "as is", "as is"))
-        if what == "train":
-            self.ready_to_train(policy)
-        else:
+        if what == "infer":
             self.call(policy, what)
+            return
+        if policy.step:
+            raise Refused("OpenStepError", "ModeError")
+        self.ready_to_train(policy)
 
     def ready_to_train(self, policy: Policy) -> None:
         """Whether gradients may be made: nobody's are in the way, and nothing is away."""

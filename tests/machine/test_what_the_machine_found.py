@@ -10,6 +10,7 @@ import torch
 from twins import SEQS, TOKENS, Fragile, Net, loss_fn, make_batch, make_optimizer
 
 import rl_session as rs
+from rl_session.lifecycle import Facts, Flags, restore
 from rl_session.testing import EmulatedDevice, FakeEngine, inject_fault
 
 BATCH = make_batch(0)
@@ -81,6 +82,31 @@ def test_a_reference_that_cannot_come_in_is_a_typed_error(
         assert fault.fired
     assert torch.equal(policy.get_logprobs(BATCH)["logprobs"], before)
     assert torch.equal(policy.get_reference_policy_logprobs(BATCH)["reference_logprobs"], before)
+
+
+def test_a_write_after_a_reference_that_could_not_come_in_is_not_lost(attach: Attach) -> None:
+    policy = attach("actor", reference="copy")
+    weight = policy._control.group.worker.module.mix.weight
+    with policy.training_mode():
+        with inject_fault(policy, "copy_in", k=4), pytest.raises(rs.TransitionError):
+            policy.get_reference_policy_logprobs(BATCH)
+        weight.data.mul_(1.5)  # bumps no version: in TRAINING anything may have been written
+        written = weight.detach().clone()
+        policy.get_reference_policy_logprobs(BATCH)
+        assert torch.equal(weight, written)
+
+
+@pytest.mark.parametrize("mode", [rs.Mode.LOGPROB, rs.Mode.REFIT])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_optimizer_state_that_a_flag_sends_away_is_not_brought_back_by_the_end_of_a_lazy_scope(
+    mode: rs.Mode, is_on: bool
+) -> None:
+    stored = rs.Placement({"params": rs.Tier.DEVICE, "optimizer": rs.Tier.DEVICE})  # it had not left yet
+    evicted = Facts(placement=rs.Placement({"params": rs.Tier.HOST, "optimizer": rs.Tier.HOST}))
+    flags = Flags(release="lazy", offload_optimizer_for_logprob=is_on, offload_optimizer_for_refit=is_on)
+    found = restore(mode, stored, evicted, flags)
+    assert found["params"] is rs.Tier.DEVICE
+    assert found["optimizer"] is (rs.Tier.HOST if is_on else rs.Tier.DEVICE)
 
 
 def test_a_step_whose_gradients_are_away_is_refused_and_stays_open(attach: Attach) -> None:
