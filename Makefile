@@ -3,6 +3,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
+SEED ?= 1
 CYCLES ?= 2000
 
 BIN := .venv/bin
@@ -11,7 +12,7 @@ SMOKE := --steps 2 --warmup-steps 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-smoke test test-bites soak loops bench bench-gpu check docs format format-check lint types imports clean
+.PHONY: help setup demo demo-smoke test test-nightly test-bites soak loops bench bench-gpu check docs format format-check lint types imports clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +36,11 @@ demo-smoke: $(STAMP) ## The demo, two steps
 # One thread a process: JOBS processes share the cores. torch and numpy would each start a thread a core.
 test: $(STAMP) ## Run the tests (ARGS="-k scope" is handed on; JOBS=0 for one process)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+NIGHTLY := tests/machine tests/session/test_random_tenants.py tests/generation/test_machine.py
+
+test-nightly: $(STAMP) ## Random programs in depth (SEED=2 for others; takes an hour)
+	@HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(NIGHTLY) --hypothesis-seed=$(SEED) --timeout 0 $(ARGS)
 
 test-bites: $(STAMP) ## Take one mechanism after the other away, and show which test notices (ARGS="guard" for some)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/bites/bite_runner.py $(ARGS)

@@ -379,6 +379,13 @@ def _cell_tier(cell: Cell, now: Tier, flags: Flags, *, is_open: bool) -> Tier:
             return now
 
 
+def _sends_away(cell: Cell, flags: Flags) -> bool:
+    """Whether a cell that depends on a flag is the host's: under lazy release what was stored may say otherwise."""
+    return (cell is Cell.HOST_IF_LOGPROB_FLAG and flags.offload_optimizer_for_logprob) or (
+        cell is Cell.HOST_IF_REFIT_FLAG and flags.offload_optimizer_for_refit
+    )
+
+
 def resolve(mode: Mode, facts: Facts, flags: Flags, cells: Cells | None = None) -> Placement:
     """The placement that entering ``mode`` asks for, with every conditional cell decided from what is there now.
 
@@ -404,7 +411,7 @@ def restore(mode: Mode, stored: Placement, facts: Facts, flags: Flags, cells: Ce
     wanted: dict[str, Tier] = {}
     for name, cell in asked.items():
         now = facts.placement[name]
-        if cell in (Cell.DEVICE, Cell.HOST, Cell.OPEN_TO_HOST):
+        if cell in (Cell.DEVICE, Cell.HOST, Cell.OPEN_TO_HOST) or _sends_away(cell, flags):
             wanted[name] = _cell_tier(cell, now, flags, is_open=keeps_live)
         elif cell is Cell.OPEN_STAYS and not keeps_live:
             wanted[name] = Tier.NONE

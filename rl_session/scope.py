@@ -110,7 +110,7 @@ class Scope(Generic[H_co]):
 
     def _take(self, site: str, timeout: float | None) -> Token:
         """Become the owner of what the scope needs."""
-        return self._control.acquire(self._spelling, site, timeout)
+        return self._control.acquire(self._spelling, site, timeout, is_scope=True)
 
     def _enter(self, site: str) -> Frame:
         self._frame = self._control.enter(self, self._mode, self._spelling, site, engine=self._engine)
@@ -150,16 +150,14 @@ class Scope(Generic[H_co]):
         modules = group.worker.forward_mode(frame.row, trusting_root=not frame.moved)
         if modules is not None:
             modules.__enter__()
-        thread, grad_was_on = threading.get_ident(), torch.is_grad_enabled()
-        if modules is None and grad_was_on == (forwards == "train"):
+        autograd = _autograd.set(self._control, on=forwards == "train", needed=modules is not None)
+        if autograd is None:
             return None  # as the scope around it left things
-        torch.set_grad_enabled(forwards == "train")
 
         def undo() -> None:
             if modules is not None:
                 modules.__exit__(None, None, None)
-            if threading.get_ident() == thread:  # grad mode belongs to a thread
-                torch.set_grad_enabled(grad_was_on)
+            autograd.undo()
 
         return undo
 
@@ -222,6 +220,48 @@ async def _shielded(work: Callable[[], T]) -> tuple[T, asyncio.CancelledError | 
         cancelled.add_note(f"and meanwhile: {failure}")
         raise cancelled from failure
     return future.result(), cancelled
+
+
+class _Autograd:
+    """What one scope set autograd to on its thread, and what it found there."""
+
+    def __init__(self, stack: list[_Autograd], owner: object, *, on: bool) -> None:
+        self.owner = owner
+        self.on = on
+        self.found = torch.is_grad_enabled()
+        self._stack = stack
+        self._thread = threading.get_ident()
+        stack.append(self)
+        torch.set_grad_enabled(on)
+
+    def undo(self) -> None:
+        """Restore what was found; or leave that to the scope entered after this one and still open, which found ours.
+
+        Scopes of two policies may end in any order.
+        """
+        at = self._stack.index(self)
+        del self._stack[at]
+        if at < len(self._stack):
+            self._stack[at].found = self.found
+        elif threading.get_ident() == self._thread:  # grad mode belongs to a thread
+            torch.set_grad_enabled(self.found)
+
+
+class _AutogradStack(threading.local):
+    """The open scopes of a thread that have set autograd, in the order of entry."""
+
+    def __init__(self) -> None:
+        self._open: list[_Autograd] = []
+
+    def set(self, owner: object, *, on: bool, needed: bool) -> _Autograd | None:
+        """Set it for a scope of ``owner``; None where the scope around it has done so, unless it is ``needed`` all the same."""
+        last = self._open[-1] if self._open else None
+        if not needed and last is not None and last.owner is owner and last.on is on is torch.is_grad_enabled():
+            return None
+        return _Autograd(self._open, owner, on=on)
+
+
+_autograd = _AutogradStack()
 
 
 class Step:

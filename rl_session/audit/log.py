@@ -32,7 +32,7 @@ from rl_session.audit.render import LineRenderer, render_line
 from rl_session.errors import AuditError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
     from typing import Self
 
@@ -45,6 +45,17 @@ _OPEN_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 
 _logger = logging.getLogger("rl_session.audit")
 
 _logs: weakref.WeakSet[AuditLog] = weakref.WeakSet()
+_listeners: list[Processor] = []
+
+
+@contextlib.contextmanager
+def listening(processor: Processor) -> Iterator[None]:
+    """A block in which every log that is opened, by whatever thread, tells ``processor`` too, for as long as it lives."""
+    _listeners.append(processor)
+    try:
+        yield
+    finally:
+        _listeners.remove(processor)
 
 
 def _disown() -> None:
@@ -117,7 +128,7 @@ class AuditLog:
     def _make_channel(self, processors: list[Processor]) -> _Channel | None:
         """The private chain; None where nobody is told anything."""
         constant = {"schema": SCHEMA, "run_id": self.run_id, "source": self.source}
-        chain: list[Any] = [self._tolerant(processor) for processor in processors]
+        chain: list[Any] = [self._tolerant(processor) for processor in (*processors, *_listeners)]
         if not chain:
             return None if self._file is None else _Channel(self._file, [LineRenderer(constant)], {})
         if self._file is not None:

@@ -26,14 +26,16 @@ def _colocated(control: Core) -> Iterator[EngineControl]:
             yield engine
 
 
-def refuse_beside_engine(control: Core, mode: Mode, spelling: str, call_site: str) -> None:
+def refuse_beside_engine(control: Core, row: Mode, spelling: str, call_site: str) -> None:
     """Refuse a scope, or a resting mode, of a policy that needs the device while a scope of an engine on it is open.
+
+    Judged by the row of the mode table: that of an external engine's generation is OFFLOADED's.
 
     Raises:
         NestingError: The message names both scopes and where they were opened.
     """
-    if mode is Mode.GENERATION or not needs_device(mode):
-        return  # an in-process engine's generation is caught by the nesting table, an external one's by the engine
+    if not needs_device(row):
+        return
     for engine in _colocated(control):
         scope = engine.occupant()
         if scope:

@@ -150,7 +150,7 @@ class EngineControl(EnginePower):
 
     # -- scopes --------------------------------------------------------------------------------------------------
 
-    def acquire(self, spelling: str, call_site: str, timeout: float | None = None) -> Token:
+    def acquire(self, spelling: str, call_site: str, timeout: float | None = None, *, is_scope: bool = False) -> Token:
         """Become the owner; undone by :meth:`let_go`.
 
         Raises:
@@ -158,6 +158,7 @@ class EngineControl(EnginePower):
         """
         self.ownership.check_process(spelling)
         self.close_orphans()
+        del is_scope  # other processes have no handle of an engine that would have to know
         return self.ownership.acquire(spelling, call_site, timeout)
 
     def let_go(self, token: Token) -> None:

@@ -2,7 +2,7 @@
 
 The session's own handle holds the lease from the start and for ever, until the policy is pickled: from then on it lets go
 between scopes, so that handles in other processes get their turn. Who holds it may skip a message because it knows the
-answer; who does not has to ask. Knows nothing of scopes.
+answer; who does not has to ask. Of scopes it hands on whether one is open.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class LeaseClient:
         """Whether another handle may exist, which then gets the lease between scopes."""
         self.has_looked = False
         """Whether this handle has ever asked what is."""
+        self._scope = ""
+        """What the first rank was told of the scope that is open here."""
         self.is_revoked = False
         """Whether somebody took it away from this handle while it held it."""
 
@@ -79,12 +81,13 @@ class LeaseClient:
             self.handle = int(self._first("connect"))
         return self.handle
 
-    def take(self, what: str, timeout: float | None = None, *, force: bool = False) -> Grant:
+    def take(self, what: str, timeout: float | None = None, *, scope: str = "", force: bool = False) -> Grant:
         """Get the lease.
 
         Args:
             what: What it is for, for the messages of others.
             timeout: Seconds to wait while another handle holds it; None to give up at once.
+            scope: The scope that is entered, in words; "" where it is for something shorter.
             force: Take it from whoever holds it.
 
         Raises:
@@ -93,24 +96,33 @@ class LeaseClient:
         deadline = time.monotonic() + (timeout or 0.0)
         while True:
             try:
-                grant: Grant = self._first("acquire", self.number(), f"{self.source}: {what}", force=force)
+                held_by = f"{self.source}: {what}"
+                grant: Grant = self._first("acquire", self.number(), held_by, scope=scope, force=force)
             except OwnershipError:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_POLL_SECONDS)
                 continue
             self.epoch, self.is_held, self.is_revoked, self.has_looked = grant.epoch, True, False, True
+            self._scope = scope
             self._group.stamp = Stamp(grant.handle, grant.epoch)
             return grant
 
+    def note_scope(self, scope: str) -> None:
+        """Tell the others which scope is open here, in words, or that none is; no message where they know."""
+        if self.is_held and self.is_shared and scope != self._scope:
+            self._scope = scope
+            reply = self._group.call_on([0], "note_scope", self.handle, scope)[0]
+            del reply  # a lost rank is noticed by the next call
+
     def give_up(self, state: PolicyState) -> None:
         """Let go of it, and leave the state for the next holder."""
-        self.is_held = False
+        self.is_held, self._scope = False, ""
         reply = self._group.call_on([0], "release", self.handle, state)[0]
         del reply  # a lost rank is noticed by the next call
 
     def view(self) -> dict[str, Any]:
-        """What the first rank says: epoch, who holds the lease, the state the last holder left, and the mode in effect."""
+        """What the first rank says: epoch, who holds the lease in which scope, the last holder's state, the mode."""
         seen: dict[str, Any] = self._first("view")
         self.epoch, self.has_looked = int(seen["epoch"]), True
         return seen
@@ -127,7 +139,7 @@ class LeaseClient:
 
     def begin_anew(self) -> None:
         """The ranks were built anew, and know of no other handle than the session's."""
-        self.epoch, self.is_held, self.is_revoked = 1, True, False
+        self.epoch, self.is_held, self.is_revoked, self._scope = 1, True, False, ""
         self._group.stamp = Stamp()
 
     def read(self, method: str, mode: Mode, *args: Any, **kwargs: Any) -> Any:

@@ -72,8 +72,14 @@ class Scopes(Transitions):
                 if not self.frames:
                     self._release()
 
-    def acquire(self, spelling: str, call_site: str, timeout: float | None = None) -> Token:
+    def acquire(self, spelling: str, call_site: str, timeout: float | None = None, *, is_scope: bool = False) -> Token:
         """Become the owner, which :meth:`enter` and :meth:`switch` ask for; undone by :meth:`let_go`.
+
+        Args:
+            spelling: How the user wrote it.
+            call_site: Where.
+            timeout: Seconds to wait for another owner; None to give up at once.
+            is_scope: Whether a scope is entered next.
 
         Raises:
             OwnershipError: Another thread, task or process is.
@@ -84,7 +90,8 @@ class Scopes(Transitions):
         token = self.ownership.acquire(spelling, call_site, timeout)
         if self.lease is not None and not self.lease.is_held:
             try:
-                self._take_lease(f"{spelling} at {call_site}", timeout)
+                what = f"{spelling} at {call_site}"
+                self._take_lease(what, timeout, scope=what if is_scope else "")
             except BaseException:
                 self.let_go(token)
                 raise
@@ -123,11 +130,13 @@ class Scopes(Transitions):
         """
         with self.lock:
             self.ready(spelling)
-            self._check_nesting(mode, spelling, call_site)
-            self.last_used = self.run.arbiter.tick()
             row = mode if companion is None else Mode.OFFLOADED
+            self._check_nesting(mode, row, spelling, call_site)
+            self.last_used = self.run.arbiter.tick()
             frame = self._open_frame(holder, mode, row, spelling, call_site)
             self.frames.append(frame)
+            if self.lease is not None and len(self.frames) == 1:
+                self.lease.note_scope(frame.describe())
             if not self.run.log.is_silent:
                 self._record(
                     events.ScopeEntered(
@@ -157,7 +166,7 @@ class Scopes(Transitions):
             raise
         frame.companion = companion
 
-    def _check_nesting(self, mode: Mode, spelling: str, call_site: str) -> None:
+    def _check_nesting(self, mode: Mode, row: Mode, spelling: str, call_site: str) -> None:
         if self._calls:
             raise ScopeError(
                 f"{self.label}: {spelling} at {call_site} inside a running compute call",
@@ -165,7 +174,7 @@ class Scopes(Transitions):
                 f"with policy.{spelling}: ...  # around the call, not inside its loss or forward",
             )
         if self.run.engines:
-            refuse_beside_engine(self, mode, spelling, call_site)
+            refuse_beside_engine(self, row, spelling, call_site)
         if self.frames and not may_nest_in(self.frames[-1], mode):
             outer = self.frames[-1]
             raise NestingError(

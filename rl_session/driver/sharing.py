@@ -51,6 +51,8 @@ class Sharing(Core):
             return
         with self.lock:
             self.lease.is_shared = True
+            if self.frames:
+                self.lease.note_scope(self.frames[0].describe())
             if not (self.frames or self._calls or self._moving or self.closed):
                 self._release()
 
@@ -70,19 +72,31 @@ class Sharing(Core):
             elif seen["mode"] is not None:
                 self.mode = self.row = seen["mode"]
 
+    def scope_elsewhere(self) -> str:
+        """The scope that another process has open, in words; "" where none has."""
+        lease = self.lease
+        if lease is None or lease.is_held:
+            return ""
+        with self.lock, self._noting_loss():
+            scope: str = lease.view()["scope"]
+            return scope
+
     def _release(self, token: Token | None = None) -> None:
         """Nobody owns it from now on, in this process and, where others have handles, in any."""
         lease = self.lease
-        if lease is not None and lease.is_held and lease.is_shared and self.step is None:
-            lease.give_up(self.state())
+        if lease is not None and lease.is_held and lease.is_shared:
+            if self.step is None:
+                lease.give_up(self.state())
+            else:
+                lease.note_scope("")
         self.ownership.release(token)
 
-    def _take_lease(self, what: str, timeout: float | None = None) -> None:
+    def _take_lease(self, what: str, timeout: float | None = None, *, scope: str = "") -> None:
         assert self.lease is not None
         if self.lease.is_revoked and self.frames:
             raise self._revoked(what)
         with self._noting_loss():
-            grant = self.lease.take(what, timeout)
+            grant = self.lease.take(what, timeout, scope=scope)
         self.adopt(grant.state)
 
     @contextmanager

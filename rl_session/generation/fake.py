@@ -121,10 +121,11 @@ class FakeEngine:
                 "bytes_needed". Half of a wake or sleep is the first of its tags; half of a bucket is half of its bytes.
             k: Which call, counted from 1 from now on.
             point: "before", "half" or "after".
-            error: What to raise, an exception or a class; False to return False; by default :class:`InjectedFault`.
+            error: What to raise, an exception or a class; False to return False, where what is returned says whether it
+                worked (not "generate" and "bytes_needed"); by default :class:`InjectedFault`.
 
         Raises:
-            ConfigError: An unknown operation or point, or ``k`` below 1.
+            ConfigError: An unknown operation or point, ``k`` below 1, or False where it says nothing.
         """
         if operation not in _OPERATIONS or point not in _POINTS or k < 1:
             raise ConfigError(
@@ -132,6 +133,9 @@ class FakeEngine:
                 (f"operations: {', '.join(_OPERATIONS)}", f"points: {', '.join(_POINTS)}", "k counts from 1"),
                 'engine.fail("bucket", k=2, point="half")',
             )
+        if error is False and operation in ("generate", "bytes_needed"):
+            what = f"FakeEngine.fail({operation!r}, error=False)"
+            raise ConfigError(what, ("what it returns is a result, and no answer whether it worked",), "error=None")
         if error is None:
             error = InjectedFault(f"injected: {operation} {k}, {point}")
         elif isinstance(error, type):
@@ -139,6 +143,10 @@ class FakeEngine:
         fault = EngineFault(operation, k, point, error)
         self._faults.append(fault)
         return fault
+
+    def disarm(self, fault: EngineFault) -> None:
+        """Take a fault back; nothing where it has happened."""
+        self._faults = [each for each in self._faults if each is not fault]
 
     def heal(self) -> None:
         """Disarm every fault that has not fired."""
@@ -234,8 +242,11 @@ class FakeEngine:
             block = self._blocks[tag]
             if tag == self.tags[0]:
                 self._host = block.clone() if level == 1 else None
-            self._memory.vacate(block)
-            del self._blocks[tag]
+            try:
+                self._memory.vacate(block)
+            finally:
+                if not block.untyped_storage().nbytes():  # also where the device fails after its bytes have gone
+                    del self._blocks[tag]
         if level >= 2 and self.tags[0] not in self._blocks:
             self._host = None
         return None if fault is None else _answer(fault)

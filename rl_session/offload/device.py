@@ -58,10 +58,12 @@ class Device(ABC):
     Attributes:
         is_told: Whether the device knows only of storages it is told of, and so has to be told of gradients while they live.
         wants_pinned: Whether copies are faster from and to page-locked host memory.
+        replays_graphs: Whether captured graphs may read its memory by address.
     """
 
     is_told = False
     wants_pinned = False
+    replays_graphs = False
     capacity: int | None = None
     """The most bytes it holds, where that is fixed from the start."""
 
@@ -166,6 +168,10 @@ class Fault:
     fired: bool = False
     seen: int = 0
 
+    def happen(self) -> BaseException:
+        """It is due: what is raised."""
+        return self.error
+
     def next_is_due(self, operation: Operation) -> bool:
         """Count one storage of ``operation``; whether this is the one to fail."""
         if self.fired or operation != self.operation:
@@ -248,9 +254,21 @@ class EmulatedDevice(Device):
             error = InjectedFault(f"injected: {operation} of storage {k}, {point}")
         elif isinstance(error, type):
             error = error(f"injected: {operation} of storage {k}, {point}")
-        fault = Fault(operation, k, point, error)
+        return self.arm(Fault(operation, k, point, error))
+
+    def arm(self, fault: Fault) -> Fault:
+        """Have a fault of one's own making, once it is due."""
         self._faults.append(fault)
         return fault
+
+    def disarm(self, fault: Fault) -> None:
+        """Take a fault back; nothing where it has happened."""
+        self._faults = [each for each in self._faults if each is not fault]
+
+    @property
+    def num_armed(self) -> int:
+        """Faults that have not happened yet."""
+        return len(self._faults)
 
     def heal(self) -> None:
         """Disarm every fault that has not fired."""
@@ -284,8 +302,14 @@ class EmulatedDevice(Device):
         if nbytes < 0:
             raise ConfigError(f"EmulatedDevice.occupy({nbytes})", (), "EmulatedDevice.occupy(2**20)")
         block = torch.empty(0, dtype=torch.uint8)
-        self.allocate([block.untyped_storage()], [nbytes])
-        return block.set_(block.untyped_storage(), 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
+        storage = block.untyped_storage()
+        try:
+            self.allocate([storage], [nbytes])
+        except BaseException:  # it may have come after the bytes did, and whoever keeps the error keeps the block
+            storage.resize_(0)
+            self._leave(storage._cdata)
+            raise
+        return block.set_(storage, 0, (nbytes,))  # type: ignore[call-overload,no-any-return]
 
     def vacate(self, block: Tensor) -> None:
         """Give back what :meth:`occupy` took; views of it read nothing from now on."""
@@ -315,6 +339,18 @@ class EmulatedDevice(Device):
         if total > self.peak:  # noqa: PLR1730 (max() costs three times as much, for every storage)
             self.peak = total
 
+    def _enter_all(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
+        keys = [storage._cdata for storage in storages]
+        known, resident = self._known, self._resident
+        if True in [key not in known for key in keys]:
+            for storage, key in zip(storages, keys, strict=True):
+                if key not in known:
+                    known[key] = weak_storage(storage)
+        was = 0 if resident.keys().isdisjoint(keys) else sum([resident.get(key, 0) for key in keys])
+        self._total += sum(nbytes) - was
+        resident.update(zip(keys, nbytes, strict=True))
+        self.peak = max(self.peak, self._total)
+
     def _leave(self, key: int) -> None:
         self._total -= self._resident.pop(key, 0)
 
@@ -333,12 +369,30 @@ class EmulatedDevice(Device):
     def allocate(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         """Resize storages to their size, within the capacity."""
         limit = self.peak if self.capacity is None else min(self.peak, self.capacity)
-        if self._total + sum(nbytes) > limit:  # else what died meanwhile makes no difference
+        wanted = self._total + sum(nbytes)
+        if wanted > limit:  # else what died meanwhile makes no difference
             self._purge()
+        if self._faults or self._poisons or (self.capacity is not None and wanted > self.capacity):
+            self._allocate_each(storages, nbytes)
+        else:
+            self._allocate_all(storages, nbytes)
+
+    def _allocate_all(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
+        """Where none is to fail on purpose; each loop goes over all, which costs half of one loop that does everything."""
+        try:
+            for storage, size in zip(storages, nbytes, strict=True):
+                storage.resize_(size)
+        except BaseException:
+            there = [storage for storage in storages if storage.nbytes()]
+            self._enter_all(there, [storage.nbytes() for storage in there])
+            raise
+        self._enter_all(storages, nbytes)
+
+    def _allocate_each(self, storages: Sequence[torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         for storage, size in zip(storages, nbytes, strict=True):
             fault = self._due("allocate") if self._faults else None
             if fault and fault.point == "before":
-                raise fault.error
+                raise fault.happen()
             if self.capacity is not None:
                 self._check_capacity(self._total, size)
             storage.resize_(size)
@@ -347,7 +401,7 @@ class EmulatedDevice(Device):
                     byte_alias(storage).fill_(_POISON)
             self._enter(storage, size)
             if fault:
-                raise fault.error
+                raise fault.happen()
 
     def _check_capacity(self, resident: int, size: int) -> None:
         assert self.capacity is not None
@@ -360,17 +414,23 @@ class EmulatedDevice(Device):
 
     def free(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Resize storages to nothing, poisoning their bytes first when asked to."""
+        if not (self._faults or self._poisons):
+            for storage in storages:
+                storage.resize_(0)
+            resident = self._resident
+            self._total -= sum([resident.pop(storage._cdata, 0) for storage in storages])
+            return
         for storage in storages:
             fault = self._due("free") if self._faults else None
             if fault and fault.point == "before":
-                raise fault.error
+                raise fault.happen()
             if self._poisons:
                 with library_access():
                     byte_alias(storage).fill_(_POISON)
             storage.resize_(0)
             self._leave(storage._cdata)
             if fault:
-                raise fault.error
+                raise fault.happen()
 
     def copy_out(self, pairs: Sequence[CopyPair]) -> None:
         """Copy device bytes to the host, at once or when awaited."""
@@ -383,10 +443,10 @@ class EmulatedDevice(Device):
     def _copy(self, operation: Literal["copy_out", "copy_in"], pairs: Sequence[CopyPair]) -> None:
         with library_access():
             if not (self._delays or any(fault.operation == operation for fault in self._faults)):
-                aliases = [there if type(there) is Tensor else _as_bytes(there) for there, _ in pairs]
-                hosts = [host for _, host in pairs]
-                self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                 if pairs:
+                    theres, hosts = zip(*pairs, strict=True)
+                    aliases = theres if {*map(type, theres)} == {Tensor} else tuple(map(_as_bytes, theres))
+                    self._count(operation, len(pairs), sum(map(Tensor.numel, hosts)))
                     targets, sources = (hosts, aliases) if operation == "copy_out" else (aliases, hosts)
                     torch._foreach_copy_(targets, sources)
                 return
@@ -396,7 +456,7 @@ class EmulatedDevice(Device):
     def _copy_one(self, operation: Literal["copy_out", "copy_in"], there: Tensor, host: Tensor) -> None:
         fault = self._due(operation)
         if fault and fault.point == "before":
-            raise fault.error
+            raise fault.happen()
         size = host.numel() // 2 if fault and fault.point == "half" else host.numel()
         self._count(operation, 1, size)
         if self._delays:
@@ -405,7 +465,7 @@ class EmulatedDevice(Device):
         else:
             _copy_prefix(operation, there, host, size)
         if fault:
-            raise fault.error
+            raise fault.happen()
 
     def _count(self, operation: Operation, num_copies: int, nbytes: int) -> None:
         self.num_copies += num_copies
@@ -426,7 +486,7 @@ class EmulatedDevice(Device):
         """Carry out every delayed copy, in order."""
         fault = self._due("synchronize")
         if fault and fault.point == "before":
-            raise fault.error
+            raise fault.happen()
         pending, self._pending = self._pending, []
         if fault and fault.point == "half":
             pending = pending[: len(pending) // 2]
@@ -434,7 +494,7 @@ class EmulatedDevice(Device):
             for copy in pending:
                 copy()
         if fault:
-            raise fault.error
+            raise fault.happen()
 
     def checksum(self, storage: torch.UntypedStorage) -> int:
         """CRC-32 of the storage's bytes."""
@@ -479,6 +539,7 @@ class CudaDevice(Device):
     """
 
     wants_pinned = True
+    replays_graphs = True
 
     def __init__(self, index: int) -> None:
         super().__init__(torch.device("cuda", index))

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rl_session.errors import DeviceMemoryError, HostMemoryError, RLSessionError, TransitionError
+from rl_session.errors import DeviceMemoryError, HostMemoryError, RLSessionError, TransitionError, UnsupportedError
 from rl_session.lifecycle import Component, Placement, Tier
 from rl_session.offload import tensors
 from rl_session.offload.caches import CacheHook, run_cache_hooks
 from rl_session.offload.device import Device
 from rl_session.offload.gradients import GradientStamps
+from rl_session.offload.graphs import captured_graph
 from rl_session.offload.host_pool import HostPool
 from rl_session.offload.inventory import Sources
 from rl_session.offload.ledger import Explain, Ledger, Snapshot
 from rl_session.offload.reports import MoveReport, Notice
 from rl_session.offload.shards import Shards
+from rl_session.offload.snapshot import WEIGHTS
 from rl_session.offload.tensors import library_access
 from rl_session.offload.transaction import Transaction
-from rl_session.offload.unit import Unit
+from rl_session.offload.unit import Unit, arrive, validate_hosts
 from rl_session.offload.watch import Stance, Watch
 from rl_session.planning import Plan, plan, summarise
 
@@ -143,10 +145,13 @@ class Engine:
             IntegrityError: Contents differ from what they were known to be; everything is where it was.
             TransitionError: Anything else went wrong; everything is where it was.
             FaultedError: It went wrong, and so did putting things back.
+            UnsupportedError: A captured CUDA graph reads what would leave; nothing was done.
         """
         with library_access():
             self.shards.reshard()
             todo = self.plan(snapshot, target)
+            if self.device.replays_graphs:
+                self._refuse_under_graph(todo)
             transaction = Transaction(self.ledger, snapshot, todo, self.pool, verify=self.verify, pin=self.pin)
             try:
                 transaction.run()
@@ -162,6 +167,18 @@ class Engine:
         dropped = sum(move.nbytes for move in todo.drops)
         return MoveReport(self.placement, moved, seconds, dropped, tuple(notices))
 
+    def _refuse_under_graph(self, todo: Plan) -> None:
+        """Weights that come back have other addresses, and a graph goes on reading those it was captured with."""
+        leaving = [move.component for move in todo.offloads if move.component in WEIGHTS]
+        where = captured_graph(self.ledger.sources.module) if leaving else None
+        if where is not None:
+            label, facts = self.explain()
+            raise UnsupportedError(
+                f"{label}: {leaving[0]} cannot leave the device: a captured CUDA graph reads them by address",
+                (*facts, f"the graph is held by {where} of the model"),
+                f"del model.{where}  # and capture anew in the next scope; or OffloadConfig(release='never')",
+            )
+
     def _commit(self, snapshot: Snapshot, target: Placement, transaction: Transaction, then: Stance | None) -> None:
         self._receive(transaction.onloaded, snapshot, then)
         if transaction.todo:
@@ -171,28 +188,30 @@ class Engine:
             wanted = max((target[c] for c in components), key=lambda t: t.height)
             for unit in units:
                 unit.needs[ledger] = wanted
-                if len(unit.needs) > 1:
-                    ledger.tell_others(unit)
+            for unit in [unit for unit in units if len(unit.needs) > 1]:
+                ledger.tell_others(unit)
         ledger.look(snapshot)  # refreshes what away() answers from
 
     def _receive(self, units: Sequence[Unit], snapshot: Snapshot, then: Stance | None) -> None:
         """What came to the device is there, and its host copies are as good until somebody writes."""
-        ledger = self.ledger
+        ledger, found = self.ledger, snapshot.inventory.storages
         ledger.reveal(units)
-        leaves_rest = then in (Stance.EXPOSED, Stance.PROTECTED)
-        for unit in units:
-            unit.arrive()
-            if unit.component == Component.GRADS or unit.key not in snapshot.inventory.storages:
-                unit.release_host()  # gradients change every step: their buffers are worth more to the next one
-            elif unit.host is not None:
-                unit.validate_host()
-                unit.is_snapshot = True
+        arrive(units)
+        for unit in [unit for unit in units if unit.component == Component.GRADS or unit.key not in found]:
+            unit.release_host()  # gradients change every step: their buffers are worth more to the next one
+        for unit in [unit for unit in units if unit.was_touched]:
             unit.was_touched = False  # whoever kept a pointer has one to what was freed
-            if unit.resters:
-                if leaves_rest:
-                    unit.resters.discard(ledger)
-                if unit.resters:
-                    self.watch.cover(unit)
+        copied = [unit for unit in units if unit.host is not None]
+        for unit in copied:
+            unit.is_snapshot = True
+        # Where the caller may write from here on no copy stands for anything; begin_snapshots() asks if a step was made.
+        if then is not Stance.EXPOSED or not self.snapshots_intact:
+            validate_hosts(copied)
+        if then in (Stance.EXPOSED, Stance.PROTECTED):
+            for unit in [unit for unit in units if unit.resters]:
+                unit.resters.discard(ledger)
+        for unit in [unit for unit in units if unit.resters]:
+            self.watch.cover(unit)
 
     def _reraise(self, error: BaseException, todo: Plan) -> NoReturn:
         label, facts = self.explain()
@@ -233,7 +252,8 @@ class Engine:
 
     def mark_dirty(self) -> None:
         """Device copies may change from now on: no host copy can stand in for one."""
-        for unit in self.ledger.own_units():
+        trusted = [unit for unit in self.ledger.own_units() if unit.host_valid or unit.is_armed]
+        for unit in trusted:
             if unit.tier is Tier.DEVICE:
                 if unit.is_armed:
                     unit.lower_barrier()

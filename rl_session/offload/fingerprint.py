@@ -93,7 +93,7 @@ def gather(sources: Sources) -> Gathered | None:
     if not _add_attributes(found, beside):
         return None
     found.tensors += beside
-    found.has_gradients = any(tensor.grad is not None for tensor in found.tensors)
+    found.has_gradients = True in [tensor.grad is not None for tensor in found.tensors]
     if sources.optimizer is not None:
         for state in list(sources.optimizer.state.values()):
             found.add_state(state)
@@ -118,13 +118,11 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def _add_attributes(found: Gathered, beside: list[Tensor]) -> bool:
     """Tensors that parameters have as attributes; False where one of them is a gradient."""
-    own = found.tensors.copy()
-    for tensor in (*own, *beside):
-        if tensor.__dict__:
-            if any("grad" in name and isinstance(value, Tensor) for name, value in tensor.__dict__.items()):
-                return False
-            for value in tensor.__dict__.values():
-                found.add_reachable(value, SIDE_DEPTH)
+    for tensor in [tensor for tensor in (*found.tensors, *beside) if tensor.__dict__]:
+        if any("grad" in name and isinstance(value, Tensor) for name, value in tensor.__dict__.items()):
+            return False
+        for value in tensor.__dict__.values():
+            found.add_reachable(value, SIDE_DEPTH)
     return True
 
 

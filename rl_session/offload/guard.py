@@ -30,7 +30,7 @@ from rl_session.errors import OffloadedAccessError
 from rl_session.offload.inventory import reachable_tensors
 from rl_session.offload.tensors import AWAY_TYPES, library_access, plain_tensors
 
-__all__ = ["AwayNote", "Explain", "Guard", "describe_away", "hide", "note_with", "reveal"]
+__all__ = ["AwayNote", "Explain", "Guard", "describe_away", "hide", "hide_all", "note_with", "reveal", "reveal_all"]
 
 
 Explain = Callable[[], tuple[str, tuple[str, ...]]]
@@ -189,21 +189,34 @@ def hide(tensor: Tensor, note: AwayNote | None = None) -> None:
         tensor: The tensor.
         note: What the error says; without it, what the books say of its storage (:func:`note_with`).
     """
-    kind = type(tensor)
-    if kind not in AWAY_TYPES:
-        tensor.__class__ = _AWAY_CLASSES.get(kind) or _away_class(kind)
+    hide_all((tensor,))
     if note is not None:
         key = id(tensor)
         _NOTES[key] = (weakref.ref(tensor, lambda _: _NOTES.pop(key, None)), note)
 
 
+def hide_all(tensors: Iterable[Tensor]) -> None:
+    """:func:`hide` many, without a note."""
+    away_of = _AWAY_CLASSES
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind not in AWAY_TYPES:
+            tensor.__class__ = away_of.get(kind) or _away_class(kind)
+
+
 def reveal(tensor: Tensor) -> None:
     """Undo :func:`hide`."""
-    kind = type(tensor)
-    if kind in AWAY_TYPES:
-        tensor.__class__ = kind.__mro__[1]
-        if _NOTES:
-            _NOTES.pop(id(tensor), None)
+    reveal_all((tensor,))
+
+
+def reveal_all(tensors: Iterable[Tensor]) -> None:
+    """:func:`reveal` many."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind in AWAY_TYPES:
+            tensor.__class__ = kind.__base__  # type: ignore[assignment]
+            if _NOTES:
+                _NOTES.pop(id(tensor), None)
 
 
 def note_with(books: Books) -> None:

@@ -19,7 +19,7 @@ from rl_session.offload import tensors
 from rl_session.offload.device import Device, EmulatedDevice
 from rl_session.offload.fingerprint import Gathered, gather
 from rl_session.offload.gradients import GradientStamps
-from rl_session.offload.guard import AwayNote, Explain, hide, note_with, reveal
+from rl_session.offload.guard import AwayNote, Explain, hide, hide_all, note_with, reveal, reveal_all
 from rl_session.offload.inventory import Found, Inventory, Sources, scan, scan_gradients
 from rl_session.offload.snapshot import Groups, Memory, Snapshot, grouped
 from rl_session.offload.tensors import library_access
@@ -199,8 +199,12 @@ class Ledger:
         nbytes: dict[str, dict[Tier, int]] = {name: {} for name in self.component_names()}
         away = dict.fromkeys(nbytes, 0)
         freed: set[str] = set()
+        highest: dict[tuple[str, ...], Tier] = {}
         for components, units in snapshot.groups.items():
             held, num_away = _bytes_by_tier(units)
+            highest[components] = (
+                self._highest(units) if Tier.DEVICE in held else max(held, key=_height, default=Tier.NONE)
+            )
             counted = nbytes[components[0]]
             for tier, size in held.items():
                 counted[tier] = counted.get(tier, 0) + size
@@ -210,7 +214,7 @@ class Ledger:
                 freed.update(components if Tier.NONE in held else ())
         self._hide_empty_shards(snapshot.inventory, away)
         self._away = away
-        self.placement, self.nbytes, self.is_stale = self._placement(snapshot.groups), nbytes, False
+        self.placement, self.nbytes, self.is_stale = self._placement(snapshot.groups, highest), nbytes, False
         snapshot.placement, snapshot.nbytes = self.placement, nbytes
         snapshot.live_gradients, snapshot.freed_in_place = self._live_gradients(snapshot), frozenset(freed)
         return snapshot
@@ -223,15 +227,14 @@ class Ledger:
         entries = (entry for unit in units for entry in storages[unit.key].entries)
         return [e.tensor for e in entries if e.component == Component.GRADS and self.stamps.is_live(e.tensor)]
 
-    def _placement(self, groups: Groups) -> Placement:
+    def _placement(self, groups: Groups, highest: dict[tuple[str, ...], Tier]) -> Placement:
         """The tier of each component: the highest of the storages that are its alone, else of those it shares."""
         alone: dict[str, Tier] = {}
         shared: dict[str, Tier] = {}
         for components, units in groups.items():
             tiers = shared if len(components) > 1 else alone
-            highest = self._highest(units)
             for component in components if units else ():
-                tiers[component] = max(tiers.get(component, Tier.NONE), highest, key=_height)
+                tiers[component] = max(tiers.get(component, Tier.NONE), highest[components], key=_height)
         return Placement({name: alone.get(name, shared.get(name, Tier.NONE)) for name in self.component_names()})
 
     def _highest(self, units: list[Unit]) -> Tier:
@@ -292,6 +295,16 @@ class Ledger:
 
     def _by_position(self, units: list[Unit]) -> dict[tuple[Tier, bool, Tier], list[Unit]]:
         """Storages by tier, whether their host copy is good, and the tier another policy needs them at."""
+        if units and True not in [len(unit.needs) > 1 for unit in units]:
+            tiers = [unit.tier for unit in units]
+            if tiers.count(Tier.HOST) == len(units):
+                return {_AWAY: units}
+            if tiers.count(Tier.DEVICE) == len(units) and True not in [unit.host_valid for unit in units]:
+                return {_DIRTY: units}
+        return self._by_each_position(units)
+
+    def _by_each_position(self, units: list[Unit]) -> dict[tuple[Tier, bool, Tier], list[Unit]]:
+        """The same, one by one."""
         lots: defaultdict[tuple[Tier, bool, Tier], list[Unit]] = defaultdict(list)
         dirty, clean, away = lots[_DIRTY], lots[_CLEAN], lots[_AWAY]  # nearly all, so the loop is short for those
         for unit in units:
@@ -350,27 +363,13 @@ class Ledger:
         own = (parameter for _, parameter in self.sources.shards.parameters(self.sources.module))
         return [*own, *(p for g in groups for p in g["params"]), *self.sources.masters]
 
-    def hide(self, units: Iterable[Unit]) -> None:
+    def hide(self, units: Sequence[Unit]) -> None:
         """Make every known tensor over storages refuse to be touched; :meth:`note_of` is what errors then say."""
-        for unit in units:
-            for ref in unit.aliases.values():
-                if (tensor := ref()) is not None:
-                    hide(tensor)
-            if unit.wrappers:
-                for ref in unit.wrappers.values():
-                    if (tensor := ref()) is not None:
-                        hide(tensor)
+        hide_all(_known_tensors(units))
 
-    def reveal(self, units: Iterable[Unit]) -> None:
+    def reveal(self, units: Sequence[Unit]) -> None:
         """Undo :meth:`hide`."""
-        for unit in units:
-            for ref in unit.aliases.values():
-                if (tensor := ref()) is not None:
-                    reveal(tensor)
-            if unit.wrappers:
-                for ref in unit.wrappers.values():
-                    if (tensor := ref()) is not None:
-                        reveal(tensor)
+        reveal_all(_known_tensors(units))
 
     def note_of(self, key: int) -> AwayNote | None:
         """What to say of a tensor over a storage that is away; None where this policy does not know it."""
@@ -410,13 +409,21 @@ def _height(tier: Tier) -> int:
     return tier.height
 
 
+def _known_tensors(units: Sequence[Unit]) -> list[Tensor]:
+    """The known tensors over some storages that still exist, and the wrappers around them."""
+    known = [tensor for unit in units for ref in unit.aliases.values() if (tensor := ref()) is not None]
+    for unit in [unit for unit in units if unit.wrappers]:
+        known += [tensor for ref in unit.wrappers.values() if (tensor := ref()) is not None]
+    return known
+
+
 def _bytes_by_tier(units: list[Unit]) -> tuple[dict[Tier, int], int]:
     """Bytes of some storages by tier, and how many of them are not on the device."""
-    on_device = [unit.nbytes for unit in units if unit.tier is Tier.DEVICE]
-    held = {Tier.DEVICE: sum(on_device)} if on_device else {}
-    if len(on_device) < len(units):
-        for tier in (Tier.HOST, Tier.NONE):
-            there = [unit.nbytes for unit in units if unit.tier is tier]
-            if there:
-                held[tier] = sum(there)
-    return held, len(units) - len(on_device)
+    tiers = [unit.tier for unit in units]
+    num_on_device = tiers.count(Tier.DEVICE)
+    if units and tiers.count(tiers[0]) == len(units):  # nearly always, and the sum is then a loop without a test
+        return {tiers[0]: sum([unit.nbytes for unit in units])}, len(units) - num_on_device
+    held: dict[Tier, int] = {}
+    for unit in units:
+        held[unit.tier] = held.get(unit.tier, 0) + unit.nbytes
+    return held, len(units) - num_on_device

@@ -6,7 +6,7 @@ Knows nothing of where anything should be, and changes nothing on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import torch
@@ -71,6 +71,14 @@ class Snapshot:
         """The storage of a record, held by it or found by the scan."""
         storage = unit.storage if unit.storage is not None else self._storages.get(unit.key)
         return storage if storage is not None else self.inventory.storages[unit.key].storage
+
+    def storages_of(self, units: Sequence[Unit]) -> list[torch.UntypedStorage]:
+        """The storage of each of some records."""
+        known = self._storages
+        return [
+            unit.storage if unit.storage is not None else known[unit.key] if unit.key in known else self.storage(unit)
+            for unit in units
+        ]
 
     def weights(self) -> frozenset[int]:
         """The storages of parameters and buffers."""
@@ -139,12 +147,12 @@ class Memory:
         """The scan as it was, without gradients, if all of it still holds; None where it has to be made again."""
         if not self._fingerprint.matches(gathered):
             return None
-        storages: dict[int, torch.UntypedStorage] = {}
-        for unit, index in self._first:
-            if unit.tier is Tier.DEVICE:
-                storage = storages[unit.key] = gathered.tensors[index].untyped_storage()
-                if storage.nbytes() != unit.nbytes:  # somebody has resized it
-                    return None
+        tensors = gathered.tensors
+        on_device = [(unit, tensors[index]) for unit, index in self._first if unit.tier is Tier.DEVICE]
+        there = [tensor.untyped_storage() for _, tensor in on_device]
+        if list(map(torch.UntypedStorage.nbytes, there)) != [unit.nbytes for unit, _ in on_device]:
+            return None  # somebody has resized one
+        storages = dict(zip([unit.key for unit, _ in on_device], there, strict=True))
         inventory = Inventory(self._inventory.storages.copy(), self._inventory.uncovered)
         groups = {components: group.copy() for components, group in self._groups.items()}
         return Snapshot(inventory, units, groups, [], gathered.tensors, weights=self._weights, storages=storages)

@@ -7,9 +7,11 @@ counters do not change, so a live autograd graph survives. Knows nothing of what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from rl_session.errors import FaultedError, UnsupportedError
+import torch
+
+from rl_session.errors import DeviceMemoryError, FaultedError, RLSessionError, TransitionError, UnsupportedError
 from rl_session.lifecycle import Tier
 from rl_session.offload.engine import Engine, Snapshot
 from rl_session.offload.host_pool import HostBuffer
@@ -62,6 +64,7 @@ def replaced(
 
     Raises:
         UnsupportedError: The storages are not those that were captured.
+        DeviceMemoryError, TransitionError: The way in failed; the live bytes are back.
         FaultedError: The live bytes could not be written back; they are safe on the host.
     """
     with library_access():
@@ -73,24 +76,56 @@ def replaced(
         for unit in units:  # of a policy at rest that shares it: what we write here is no touch
             unit.look_at_barrier()
             unit.lower_barrier()
-        saved = _save(engine, snapshot, units)
-        try:
-            engine.device.copy_in([(snapshot.storage(unit), contents[name].data) for name, unit in named.items()])
-            engine.device.synchronize()
-        except BaseException:
-            _write_back(engine, snapshot, units)
-            raise
+        with _typed(engine):
+            saved = _save(engine, snapshot, units)
+            try:
+                engine.device.copy_in([(snapshot.storage(unit), contents[name].data) for name, unit in named.items()])
+                engine.device.synchronize()
+            except BaseException:
+                _write_back(engine, snapshot, units)
+                _end(engine, units, stays_valid=stays_valid)
+                raise
     try:
         yield saved + sum(unit.nbytes for unit in units)
     finally:
         with library_access():
             _write_back(engine, snapshot, units)
-            for unit in units:
-                unit.host_valid = unit.host_valid and stays_valid
-                if unit.tier is Tier.HOST:  # where FSDP keeps it on the host, its own storage has the bytes
-                    unit.release_host()
-                if unit.resters:
-                    engine.watch.cover(unit)
+            _end(engine, units, stays_valid=stays_valid)
+
+
+def _end(engine: Engine, units: list[Unit], *, stays_valid: bool) -> None:
+    """The live bytes are back: decide what the host copies of them are worth from now on."""
+    for unit in units:
+        unit.host_valid = unit.host_valid and stays_valid
+        if unit.tier is Tier.HOST:  # where FSDP keeps it on the host, its own storage has the bytes
+            unit.release_host()
+        if unit.resters:
+            engine.watch.cover(unit)
+
+
+@contextmanager
+def _typed(engine: Engine) -> Iterator[None]:
+    """What the device raises in the block is raised as an error of this library.
+
+    Raises:
+        DeviceMemoryError: The device had no room.
+        TransitionError: Anything else of it failed.
+    """
+    try:
+        yield
+    except (RLSessionError, AssertionError):
+        raise
+    except Exception as error:
+        with suppress(Exception):  # what was started must have ended before its buffers mean something else
+            engine.device.synchronize()
+        label, facts = engine.explain()
+        kind = DeviceMemoryError if isinstance(error, torch.OutOfMemoryError) else TransitionError
+        raise kind(
+            f"{label}: the reference could not be brought in, and the live weights are back",
+            facts,
+            "the same call again, once the cause is gone",
+            f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def _units(snapshot: Snapshot, components: Sequence[str]) -> dict[str, Unit]:

@@ -6,7 +6,7 @@ components or devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "check_supported",
     "find_storage",
     "fresh_view",
+    "holder_counts",
     "library_access",
     "local_nbytes",
     "num_holders",
@@ -92,8 +93,12 @@ def fresh_view(
 
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many C++ owners the storage has besides the Python object: one for each tensor, view or graph over it."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count - 1
+    return holder_counts([storage._cdata])[0]
+
+
+def holder_counts(keys: Sequence[int]) -> list[int]:
+    """:func:`num_holders` of storages by identity; a Python object of each must exist."""
+    return [count - 1 for count in map(torch._C._storage_Use_Count, keys)]
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -42,8 +42,8 @@ class _Lot:
 
     def pairs(self) -> list[CopyPair]:
         """What to copy, and where to."""
-        for unit, storage in zip(self.units, self.storages, strict=True):
-            if unit.bytes_alias is None:
+        if True in [unit.bytes_alias is None for unit in self.units]:
+            for unit, storage in zip(self.units, self.storages, strict=True):
                 unit.device_bytes(storage)
         return [(unit.bytes_alias, unit.host.data) for unit in self.units]  # type: ignore[misc, union-attr]
 
@@ -105,7 +105,7 @@ class Transaction:
         if not lots:
             return
         for lot in lots:
-            lot.storages = [self.snapshot.storage(unit) for unit in lot.units]
+            lot.storages = self.snapshot.storages_of(lot.units)
         self.notices += self._unknown_holders(lots)
         for lot in lots:
             self._make_resizable(lot)
@@ -116,7 +116,7 @@ class Transaction:
             self.device.copy_out(lot.pairs())
             self._note(lot.move, time.perf_counter() - start)
         self.device.synchronize()
-        if any(unit.is_armed for lot in lots for unit in lot.units):
+        if True in [unit.is_armed for lot in lots for unit in lot.units]:
             self.device.drain()
         if self.verify:
             for lot in lots:
@@ -128,9 +128,9 @@ class Transaction:
 
     def _let_leave(self, lot: _Lot) -> None:
         """The host copies are complete: nobody may touch the tensors from now on."""
+        for unit in [unit for unit in lot.units if unit.is_armed]:
+            unit.lower_barrier()
         for unit, storage in zip(lot.units, lot.storages, strict=True):
-            if unit.is_armed:
-                unit.lower_barrier()
             unit.host_valid = True
             unit.storage = storage
             unit.tier = Tier.HOST
@@ -143,13 +143,11 @@ class Transaction:
 
     def _unknown_holders(self, lots: Sequence[_Lot]) -> list[Notice]:
         """Storages that a view or a live graph we cannot see also holds: touching those cannot be caught."""
-        num_holders = tensors.num_holders
-        held = [
-            unit.nbytes
-            for lot in lots
-            for unit, storage in zip(lot.units, lot.storages, strict=True)
-            if num_holders(storage) > unit.num_known_holders()
-        ]
+        units = [unit for lot in lots for unit in lot.units]
+        counts = tensors.holder_counts([unit.key for unit in units])
+        # At least one known tensor lives, or the storage would not have been found: more need be counted for few only.
+        many = [pair for pair in zip(units, counts, strict=True) if pair[1] > 1 + (pair[0].bytes_alias is not None)]
+        held = [unit.nbytes for unit, count in many if count > unit.num_known_holders()]
         if not held:
             return []
         message = "moved storages that something else holds too (a detached view, a live autograd graph)"
@@ -157,8 +155,9 @@ class Transaction:
 
     def _make_resizable(self, lot: _Lot) -> None:
         """Re-home the storages that cannot be resized (mapped files, numpy arrays)."""
-        for index, storage in enumerate(lot.storages):
-            if not storage.resizable():
+        if not all(map(torch.UntypedStorage.resizable, lot.storages)):
+            for index in [index for index, storage in enumerate(lot.storages) if not storage.resizable()]:
+                storage = lot.storages[index]
                 unit = lot.units[index]
                 lot.storages[index] = home = tensors.rehome(storage, unit.live_aliases())
                 self.ledger.rekey(unit, home, self.snapshot)
@@ -250,9 +249,10 @@ class Transaction:
         if not lots:
             return
         for lot in lots:
-            lot.units = [unit for unit in lot.units if not self._bring_in_foreign(unit)]
+            foreign = {unit for unit in lot.units if unit.host is None and self._bring_in_foreign(unit)}
+            lot.units = [unit for unit in lot.units if unit not in foreign] if foreign else lot.units
             self.onloaded += lot.units
-            lot.storages = [self.snapshot.storage(unit) for unit in lot.units]
+            lot.storages = self.snapshot.storages_of(lot.units)
         self._collect_if_short(self.todo.nbytes_onload)
         for lot in lots:
             self.device.allocate(lot.storages, [unit.nbytes for unit in lot.units])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -20,7 +20,7 @@ from rl_session.offload import write_barrier
 from rl_session.offload.host_pool import HostBuffer, HostPool
 from rl_session.offload.tensors import byte_alias, find_storage, num_holders
 
-__all__ = ["Unit"]
+__all__ = ["Unit", "arrive", "validate_hosts"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _KEPT_BELOW = 1 << 18
@@ -90,9 +90,7 @@ class Unit:
 
     def arrive(self) -> None:
         """Its bytes are on the device; what only served while they were away is let go."""
-        self.tier, self.storage = Tier.DEVICE, None
-        if self.nbytes >= _KEPT_BELOW or self.component == Component.GRADS:
-            self.bytes_alias = None
+        arrive((self,))
 
     def num_known_holders(self) -> int:
         """Owners of the storage that are accounted for: known tensors, and the alias of ours."""
@@ -126,10 +124,6 @@ class Unit:
         live = [tensor for ref in self.wrappers.values() if (tensor := ref()) is not None]
         self.wrappers = {id(t): weakref.ref(t) for t in (*live, *wrappers)}
 
-    def current_versions(self) -> dict[int, int]:
-        """Version counters now. Call below ``__torch_function__``."""
-        return {key: tensor._version for key, ref in self.aliases.items() if (tensor := ref()) is not None}
-
     def is_clean(self) -> bool:
         """Whether the host copy can stand in for the device copy. Call below ``__torch_function__``.
 
@@ -149,8 +143,7 @@ class Unit:
 
     def validate_host(self) -> None:
         """Declare the host copy equal to the device copy. Call below ``__torch_function__``."""
-        self.host_valid = True
-        self.versions = self.current_versions()
+        validate_hosts((self,))
 
     @property
     def has_live_bytes(self) -> bool:
@@ -220,6 +213,22 @@ class Unit:
         self.host = self.pool = None
         self.host_valid = self.is_snapshot = False
         self.checksum = None
+
+
+def arrive(units: Sequence[Unit]) -> None:
+    """:meth:`Unit.arrive` for many."""
+    for unit in units:
+        unit.tier = Tier.DEVICE
+        unit.storage = None
+    for unit in [unit for unit in units if unit.nbytes >= _KEPT_BELOW or unit.component == Component.GRADS]:
+        unit.bytes_alias = None
+
+
+def validate_hosts(units: Sequence[Unit]) -> None:
+    """:meth:`Unit.validate_host` for many."""
+    for unit in units:
+        unit.host_valid = True
+        unit.versions = {key: tensor._version for key, ref in unit.aliases.items() if (tensor := ref()) is not None}
 
 
 def _let_bytes_go(weak: weakref.ref[Unit], dead: object) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rl_session.lifecycle import Tier
 from rl_session.offload.snapshot import WEIGHTS, Snapshot
 from rl_session.offload.tensors import library_access
 from rl_session.offload.unit import Unit
@@ -82,9 +83,11 @@ class Watch:
             self._lay_to_rest(self._ledger.own_units())
         self.stance = Stance.AT_REST
 
-    def _lay_to_rest(self, units: Iterable[Unit]) -> None:
+    def _lay_to_rest(self, units: Sequence[Unit]) -> None:
+        ledger = self._ledger
         for unit in units:
-            unit.resters.add(self._ledger)
+            unit.resters.add(ledger)
+        for unit in [unit for unit in units if unit.host is None or unit.tier is Tier.DEVICE]:
             if unit.has_live_bytes:
                 self.cover(unit)
 
@@ -160,9 +163,12 @@ class Watch:
 
         Call under :func:`~rl_session.offload.tensors.library_access`.
         """
-        touched = [u for u in snapshot.found() if u.resters and u.has_live_bytes and not self._is_intact(u)]
+        found = list(snapshot.found())
+        awake = [unit for unit in found if unit.resters and (unit.tier is Tier.DEVICE or unit.host is None)]
+        touched = [unit for unit in awake if unit.has_live_bytes and not self._is_intact(unit)]
         if self.stance is Stance.AT_REST:
-            self._lay_to_rest(unit for unit in snapshot.found() if self._ledger not in unit.resters)
+            ledger = self._ledger
+            self._lay_to_rest([unit for unit in found if ledger not in unit.resters])
         before = self._marks
         self.note(snapshot)
         if touched or self._marks != before:

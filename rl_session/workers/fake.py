@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from rl_session.errors import ClosedError, ConfigError, DeviceMemoryError, TransitionError
-from rl_session.offload.device import EmulatedDevice, InjectedFault, Operation, Point
+from rl_session.offload.device import EmulatedDevice, Fault, InjectedFault, Operation, Point
 from rl_session.workers.plan import Parallelize, RankPlan
 from rl_session.workers.rank import RankServer
 from rl_session.workers.replies import Failed, Lost, Ok, Reply, Stamp
@@ -96,6 +96,7 @@ class FakeGroup:
         self._restarts = 0
         self._lost: dict[int, str] = {}
         self._scripts: dict[tuple[int, str], _Script] = {}
+        self._doomed: dict[int, tuple[Fault, Outcome]] = {}
         self._closed = False
         _groups[id(self)] = self
 
@@ -138,6 +139,32 @@ class FakeGroup:
             raise ConfigError(f"script(rank={rank})", (f"ranks: 0 to {self.num_ranks - 1}",), "script(0, ...)")
         self._scripts[rank, method] = _Script(outcome, point, operation)
 
+    def doom(self, rank: int, outcome: Literal["late", "lost"], operation: Operation, k: int, point: Point) -> Fault:
+        """A rank will be gone from an exact point of a move on, in whatever call that is.
+
+        Args:
+            rank: Which.
+            outcome: "late" (no answer within the deadline) or "lost" (it died).
+            operation: What of the device it is at.
+            k: Which storage, counted from 1 from now on.
+            point: "before" the storage, "half" way through it, or "after" it.
+
+        Returns:
+            The fault; ``fired`` says whether it has happened.
+        """
+        device = self.servers[rank].device
+        assert isinstance(device, EmulatedDevice)
+        fault = device.fail(operation, k, point, InjectedFault(f"injected: {outcome} {point}"))
+        self._doomed[rank] = fault, outcome
+        return fault
+
+    def spare(self, rank: int) -> None:
+        """Take back what :meth:`doom` ordered, if it has not happened."""
+        doomed = self._doomed.pop(rank, None)
+        device = self.servers[rank].device
+        if doomed is not None and isinstance(device, EmulatedDevice):
+            device.disarm(doomed[0])
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Reply]:
         """Call ``method`` on every rank; one reply a rank, in rank order."""
         found = self.call_on(range(self.num_ranks), method, *args, **kwargs)
@@ -164,7 +191,9 @@ class FakeGroup:
             return Lost("the process that made the policy has closed it")
         script = self._scripts.pop((rank, method), None)
         if script is None:
-            return self.servers[rank].serve(self.stamp, method, (args, kwargs), has_kwargs=True)
+            reply = self.servers[rank].serve(self.stamp, method, (args, kwargs), has_kwargs=True)
+            doomed = self._doomed.get(rank)
+            return self._gone(rank, method, doomed[1]) if doomed is not None and doomed[0].fired else reply
         is_gone = script.outcome in ("late", "lost")
         if script.point != "before":
             reply = self._interrupted(rank, script, method, args, kwargs)
@@ -172,8 +201,12 @@ class FakeGroup:
             reply = Failed(_told(script, method), "", self.servers[rank].placement())
         if not is_gone:
             return reply
+        return self._gone(rank, method, script.outcome)
+
+    def _gone(self, rank: int, method: str, outcome: Outcome) -> Lost:
+        self._doomed.pop(rank, None)
         late = f"did not answer {method}() within {self.timeout_seconds:g} s, and was killed"
-        self._lost[rank] = late if script.outcome == "late" else f"died in {method}()"
+        self._lost[rank] = late if outcome == "late" else f"died in {method}()"
         return Lost(self._lost[rank])
 
     def _interrupted(self, rank: int, script: _Script, method: str, args: Any, kwargs: Any) -> Reply:
@@ -266,6 +299,15 @@ class RankDevice:
     def heal(self) -> None:
         """As :meth:`EmulatedDevice.heal`."""
         self._ask("heal")
+
+    def has_failed(self) -> bool:
+        """Whether every fault that was ordered has happened; a rank that is gone has had its own."""
+        reply: Reply = self._group.call_on([self._rank], "emulated", "num_armed")[self._rank]
+        return not isinstance(reply, Ok) or reply.value == 0
+
+    def heal_if_there(self) -> None:
+        """As :meth:`heal`, or nothing where the rank is gone."""
+        self._group.call_on([self._rank], "emulated", "heal")
 
     def delay(self, on: bool = True) -> None:
         """As :meth:`EmulatedDevice.delay`."""

@@ -18,7 +18,9 @@ from rl_session.offload.tensors import byte_alias, find_storage, library_access
 
 __all__ = ["emulate"]
 
-_ASKED = frozenset({"bytes_in", "bytes_out", "resident_bytes", "held_bytes", "peak", "num_copies", "capacity"})
+_ASKED = frozenset(
+    {"bytes_in", "bytes_out", "resident_bytes", "held_bytes", "peak", "num_copies", "capacity", "num_armed"}
+)
 _TOLD = frozenset({"fail", "heal", "delay", "poison"})
 _OTHERS = frozenset({"die", "stall", "set_capacity", "pid", "checksums"})
 _STALL_SECONDS = 3600.0
@@ -77,7 +79,7 @@ def emulate(device: Device, name: str, *args: Any) -> Any:
     else:
         operation, k, point = args
         kind = _Dying if name == "die" else _Stalling
-        device._faults.append(kind(operation, k, point, RuntimeError()))  # noqa: SLF001 (a device of ours, for tests)
+        device.arm(kind(operation, k, point, RuntimeError()))
     return None
 
 

@@ -1,8 +1,7 @@
 """Who may change the state of a policy whose ranks several processes can reach: a lease with an epoch.
 
 The first rank grants it; every rank checks each call against it in O(1). The epoch is a fencing token: a call of an
-earlier holder that arrives late carries a smaller one and is refused. Knows nothing of scopes, beyond what the holder says
-of them for messages.
+earlier holder that arrives late carries a smaller one and is refused. Knows of scopes only what the holder says of them.
 """
 
 from __future__ import annotations
@@ -71,6 +70,8 @@ class Lease:
         self.epoch = 1
         self.holder = 0
         self.held_by = "the session that made the policy"
+        self.scope = ""
+        """The outermost scope that the holder has open, or is entering, in words; "" when it is at something shorter."""
         self.state: PolicyState | None = None
         self._num_handles = 0
         # Questions are answered on a thread of their own, while the rank computes on another.
@@ -110,12 +111,13 @@ class Lease:
             self._num_handles += 1
             return self._num_handles
 
-    def acquire(self, handle: int, held_by: str, *, force: bool = False) -> Grant:
+    def acquire(self, handle: int, held_by: str, *, scope: str = "", force: bool = False) -> Grant:
         """Give the lease to a handle, if nobody holds it.
 
         Args:
             handle: Its number.
             held_by: How it describes itself: its source, and what it is entering.
+            scope: The scope it is entering, in words.
             force: Take it from whoever holds it: a process that is known to be gone.
 
         Raises:
@@ -130,15 +132,27 @@ class Lease:
                 )
             if self.holder != handle:
                 self.epoch += 1
-            self.holder, self.held_by = handle, held_by
+            self.holder, self.held_by, self.scope = handle, held_by, scope
             return Grant(handle, self.epoch, self.state)
+
+    def note_scope(self, handle: int, scope: str) -> None:
+        """The holder has opened its outermost scope, or has left it and goes on without one."""
+        with self._lock:
+            if handle == self.holder:
+                self.scope = scope
 
     def release(self, handle: int, state: PolicyState | None) -> None:
         """Let go of it, and leave the state for the next holder. Nothing happens when another handle holds it."""
         with self._lock:
             if handle == self.holder:
-                self.holder, self.state = FREE, state
+                self.holder, self.state, self.scope = FREE, state, ""
 
     def view(self) -> dict[str, Any]:
-        """For a handle that does not hold it: epoch, and who holds it."""
-        return {"epoch": self.epoch, "held_by": self.describe(), "is_free": self.holder == FREE, "state": self.state}
+        """For a handle that does not hold it: epoch, who holds it, and the scope that is open."""
+        return {
+            "epoch": self.epoch,
+            "held_by": self.describe(),
+            "is_free": self.holder == FREE,
+            "scope": self.scope,
+            "state": self.state,
+        }

@@ -52,7 +52,7 @@ from rl_session.workers.worker import Worker
 __all__ = ["ASIDE", "RankServer", "Rendezvous"]
 
 
-ASIDE = frozenset({"acquire", "release", "connect", "view", "trouble"})
+ASIDE = frozenset({"acquire", "release", "note_scope", "connect", "view", "trouble"})
 """Questions about the lease, and whether a rank has failed: answered also while the rank computes."""
 
 _OPEN_TO_ALL = ASIDE | frozenset(
@@ -143,6 +143,7 @@ class RankServer:
             "nothing": lambda: None,
             "acquire": self._lease.acquire,
             "release": self._lease.release,
+            "note_scope": self._lease.note_scope,
             "connect": self._lease.connect,
             "view": self._view,
             "trouble": self._trouble,

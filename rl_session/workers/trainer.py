@@ -6,7 +6,7 @@ nothing of modes and placements beyond "on the device or away".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -35,6 +35,8 @@ from rl_session.workers.train_step import OptimizerStepFailed, TrainStep, evalua
 __all__ = ["Trainer"]
 
 _WRITTEN_BY_A_STEP = (Component.PARAMS, Component.OPTIMIZER)
+_WRITTEN_BY_A_BACKWARD = (Component.PARAMS, Component.BUFFERS, Component.GRADS)
+_WRITTEN_BY_TRAINING = (*_WRITTEN_BY_A_BACKWARD, Component.OPTIMIZER)
 
 
 class Trainer:
@@ -192,16 +194,17 @@ class Trainer:
                 gradient.zero_()
         self.engine.stamps.consume(left)
 
-    def _need_on_device(self, call: str) -> None:
+    def _need_on_device(self, call: str, components: Sequence[Component] = _WRITTEN_BY_TRAINING) -> None:
         """Refuse to train while something it writes is away: RESIDENT leaves gradients and optimizer where they were."""
-        away = self.engine.away((Component.PARAMS, Component.BUFFERS, Component.GRADS, Component.OPTIMIZER))
+        away = self.engine.away(components)
         if away:
             label, facts = self.engine.explain()
             names = ", ".join(name.upper() for name in away)
+            owner = "policy" if self.step is None else "step"
             raise OffloadedAccessError(
                 f"{label}: {call} needs {names} on the device, but they are away",
                 facts,
-                f"with policy.training_mode(): policy.{call.replace('()', '(...)')}",
+                f"with policy.training_mode(): {owner}.{call.replace('()', '(...)')}",
             )
 
     @contextmanager
@@ -238,7 +241,7 @@ class Trainer:
     def _undo_step(self, structure: OptimizerStructure | None, cause: BaseException) -> None:
         label, facts = self.engine.explain()
         text = f"{type(cause).__name__}: {cause}"
-        if self._can_undo(structure) and self.engine.restore_snapshot(_WRITTEN_BY_A_STEP):
+        if self._can_undo(structure) and self._restores(cause):
             if not isinstance(cause, Exception):  # Ctrl-C stays what it is
                 cause.add_note(f"{label}: optimizer.step() was undone: all is as it was before the step")
                 raise cause
@@ -255,6 +258,14 @@ class Trainer:
             "policy.load_checkpoint(path)  # or policy.recover(), where a checkpoint was saved or loaded before",
             text,
         ) from cause
+
+    def _restores(self, cause: BaseException) -> bool:
+        """Write the host copies of entry back; whether that went well."""
+        try:
+            return self.engine.restore_snapshot(_WRITTEN_BY_A_STEP)
+        except Exception as failure:
+            cause.add_note(f"and while writing the host copies back: {type(failure).__name__}: {failure}")
+            return False
 
     def _can_undo(self, structure: OptimizerStructure | None) -> bool:
         """Whether every rank has the host copies of entry; a step that only some can undo is undone on none."""
@@ -298,6 +309,7 @@ class Trainer:
         with self._together(call):
             step = self._open_step("forward_backward()")
             own_share(chunk, self.ranks.count, call)
+            self._need_on_device("forward_backward()", _WRITTEN_BY_A_BACKWARD)
             self._refuse_hidden_gradients("forward_backward()")
         with self.accounted() as changed:
             try:
@@ -313,6 +325,7 @@ class Trainer:
         """Finish the open step with one optimizer step."""
         with self._together(self.forward.named("commit()")):
             step = self._open_step("commit()")
+            self._need_on_device("commit()")
         with self.accounted() as changed, self._undoing_failed_steps():
             try:
                 value = step.commit()

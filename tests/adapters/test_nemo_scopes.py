@@ -390,6 +390,43 @@ def test_a_megatron_checkpoint_brings_in_what_it_saves_and_is_known_to(
     assert is_(policy, CPU, FREED, CPU)
 
 
+class Saving(LegacyPolicy):
+    """A Megatron policy whose checkpoints are written while it goes on; where the optimizer was when one was waited for."""
+
+    found: str | None = None
+
+    def finalize_async_save(self) -> None:
+        self.log.append("finalize_async_save()")
+        self.found = self.state["optimizer"]
+
+
+def test_an_asynchronous_checkpoint_is_waited_for_before_what_it_reads_leaves(session: rs.Session) -> None:
+    policy = Saving("megatron", offload_optimizer_for_logprob=True, offload_optimizer_for_refit=False)
+    mine = scopes(policy, session=session, base="resident")
+    with mine.training_mode() as handle:
+        handle.save_checkpoint("weights", optimizer_path="optimizer")
+        policy.calls()
+    with mine.logprob_mode():
+        assert is_(policy, GPU, FREED, CPU)
+        assert policy.calls() == ["finalize_async_save()", "prepare_for_lp_inference()"]
+        assert policy.found == GPU
+
+
+def test_nothing_is_waited_for_where_nothing_leaves_or_the_call_waits_itself(session: rs.Session) -> None:
+    policy = Saving("megatron", offload_optimizer_for_logprob=True)
+    mine = scopes(policy, session=session, base="resident")
+    with mine.training_mode():
+        policy.calls()
+    with mine.logprob_mode():
+        assert policy.calls() == ["offload_before_refit()"], "which waits itself"
+    policy = Saving("megatron")
+    with scopes(policy, session=session, base="resident").logprob_mode():
+        assert "finalize_async_save()" not in policy.calls()
+    other = Saving("dtensor_v2", offload_optimizer_for_logprob=True)
+    with scopes(other, session=session, base="resident").logprob_mode():
+        assert "finalize_async_save()" not in other.calls()
+
+
 def test_other_checkpoints_need_what_they_save_on_the_device(session: rs.Session) -> None:
     policy, value = LegacyPolicy("dtensor_v2"), LegacyValue("megatron")
     for mine, mode in (

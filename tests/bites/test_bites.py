@@ -63,7 +63,7 @@ def test_every_test_that_a_bite_names_exists() -> None:
         for test in bite.tests:
             path, _, name = test.partition("::")
             names = known.setdefault(path, names_in(ROOT / path) if (ROOT / path).exists() else set())
-            if name not in names:
+            if name.partition("[")[0] not in names:
                 missing.append(test)
     assert missing == []
 

@@ -106,3 +106,16 @@ def test_the_site_shows_pages_of_elsewhere_and_links_to_them() -> None:
     assert content(
         "see :meth:<code>Policy.train</code> or :class:<code>~rl_session.Mode</code>, <code>:func:</code>"
     ) == ("see <code>Policy.train</code> or <code>Mode</code>, <code>:func:</code>")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/demo.md"])
+def test_every_example_is_listed(page: str) -> None:
+    examples = {path.name for path in (ROOT / "examples").glob("*.py")}
+    rows = re.findall(r"^\| (?:\[)?`(\w+\.py)`", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(examples)
+
+
+def test_the_readme_leads_to_every_how_to() -> None:
+    guides = {f"docs/how-to/{path.name}" for path in (ROOT / "docs" / "how-to").glob("*.md")}
+    linked = set(re.findall(r"\]\((docs/how-to/[\w-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert linked == guides

@@ -39,7 +39,7 @@ class Struck(EmulatedDevice):
         self.at = -1
         self.seen = 0
 
-    def arm(self, at: int, strike: Callable[[], object]) -> None:
+    def strike_at(self, at: int, strike: Callable[[], object]) -> None:
         self.at, self.strike, self.seen = at, strike, 0
 
     def disarm(self) -> bool:
@@ -133,7 +133,7 @@ def way_in_struck(rig: Rig, case: Case, at: int, kind: str) -> bool:
         if case.name.startswith("switch") and kind == "ctrl-c":  # it is deferred: the switch is made
             modes = {rs.Mode(case.name.split()[-1])}
         with ExitStack() as inner:
-            device.arm(at, strike)
+            device.strike_at(at, strike)
             error: BaseException | None = None
             try:
                 case.make(rig, inner)
@@ -168,7 +168,7 @@ def way_out_struck(rig: Rig, scope: str, at: int, kind: str) -> bool:
     placement, contents, rest = rig.policy.placement, rig.contents(), rig.policy.mode
     block = getattr(rig.policy, scope)()
     block.__enter__()
-    device.arm(at, strike)
+    device.strike_at(at, strike)
     error: BaseException | None = None
     try:
         block.__exit__(None, None, None)
@@ -220,7 +220,7 @@ async def cancelled(rig: Rig, scope: str, at: int) -> bool:
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(enter_and_leave(rig, scope))
     device: Any = rig.device
-    device.arm(at, lambda: delivered(loop, task.cancel))
+    device.strike_at(at, lambda: delivered(loop, task.cancel))
     await asyncio.wait([task])
     was_struck: bool = device.disarm()
     assert task.cancelled() == was_struck
@@ -234,7 +234,7 @@ async def out_of_time(rig: Rig, scope: str, at: int) -> bool:
     is_late = False
     try:
         async with asyncio.timeout(None) as limit:
-            device.arm(at, lambda: delivered(loop, lambda: limit.reschedule(loop.time())))
+            device.strike_at(at, lambda: delivered(loop, lambda: limit.reschedule(loop.time())))
             await enter_and_leave(rig, scope)
     except TimeoutError:
         is_late = True
@@ -281,7 +281,7 @@ def die_in(path: Path, at: int) -> None:
     policy = session.attach(model, adamw(model), device=device)
     policy.offload()
     device.one_by_one()
-    device.arm(at, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    device.strike_at(at, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with policy.training_mode():
         pass
 

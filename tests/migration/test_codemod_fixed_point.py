@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rl_session_migrate.codemod.rewrite import MAX_PASSES, rewrite
@@ -78,7 +78,9 @@ def modules(draw: st.DrawFn) -> str:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(
+    max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+)  # shrinking takes minutes
 @given(modules())
 def test_a_second_run_changes_nothing_and_everything_that_stays_has_a_reason(code: str) -> None:
     first = rewrite(code.encode(), "loop.py")

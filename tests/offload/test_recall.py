@@ -94,6 +94,11 @@ def replace_storage(world: World) -> None:
     world.module.first.weight.data = torch.ones(4, 4)
 
 
+def wrap_a_parameter_anew(world: World) -> None:
+    """Another tensor, at the same place of the walk and over the same storage; the optimizer keeps the old one alive."""
+    world.module.first.weight = nn.Parameter(world.module.first.weight.detach())
+
+
 def rebind_buffer(world: World) -> None:
     world.module.scale = torch.ones(4)
 
@@ -183,7 +188,16 @@ def grow_in_place(world: World) -> None:
 
 
 CHANGES = [
-    *(replace_parameter, replace_storage, rebind_buffer, demote_to_buffer, tie, untie_by_data, share_by_data),
+    *(
+        replace_parameter,
+        replace_storage,
+        wrap_a_parameter_anew,
+        rebind_buffer,
+        demote_to_buffer,
+        tie,
+        untie_by_data,
+        share_by_data,
+    ),
     *(add_submodule, remove_submodule, load_by_assignment, grow_an_extra, replace_in_an_extra, keep_a_view),
     *(attach_a_tensor_to_a_parameter, attach_a_gradient_to_a_parameter, add_a_group, replace_state, nest_state),
     *(forget_state, make_gradients, make_half_of_the_gradients, grow_in_place),

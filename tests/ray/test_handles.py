@@ -17,6 +17,8 @@ from rank_rig import Rig
 import rl_session as rs
 from rl_session.audit.check import check
 from rl_session.testing import FakeWorkers
+from rl_session_migrate import LegacyPolicy
+from rl_session_migrate.shim import handle as shim_handle
 
 MakeRig = Callable[..., Rig]
 
@@ -262,3 +264,63 @@ def test_the_loss_of_the_rank_that_grants_faults_a_shared_policy(rig: Rig, metho
     assert all(torch.equal(value, expected[name]) for name, value in rig.policy.state_dict().items())
     with rig.policy.training_mode():
         rig.train()
+
+
+# -- legacy handles: a lifecycle call has no place inside a scope, wherever that is open --------------------------------
+
+
+@pytest.fixture
+def legacy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> LegacyPolicy:
+    """The handle of another process, of a loop that still makes legacy calls; it gives up at the second refusal."""
+    monkeypatch.setattr(shim_handle, "_PATIENCE_SECONDS", 0.0)
+    return LegacyPolicy(other_handle(rig.policy))
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
+def test_a_legacy_call_is_refused_at_once_while_another_process_has_a_scope_open(
+    rig: Rig, legacy: LegacyPolicy
+) -> None:
+    with rig.policy.training_mode(), rig.policy.logprob_mode():
+        with pytest.raises(
+            rs.ShimInScopeError, match=r"offload_after_refit\(\).*inside training_mode\(\) at .*"
+        ) as caught:
+            legacy.offload_after_refit()
+        assert "in another process" in caught.value.attempted
+        assert "after the block of training_mode()" in caught.value.remedy
+        assert rig.placements()[0]["params"] == "device"
+        expected = rig.policy.get_logprobs(rig.batch)["logprobs"]
+        assert torch.equal(legacy.get_logprobs(rig.batch)["logprobs"], expected), "what only reads is served"
+    legacy.prepare_for_lp_inference()
+    assert rig.placements()[0]["params"] == "device"
+    legacy.offload_after_refit()
+    assert rig.placements()[0]["params"] == "host"
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
+def test_a_scope_that_was_open_before_others_could_reach_the_policy_is_known_to_them(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shim_handle, "_PATIENCE_SECONDS", 0.0)
+    with rig.policy.logprob_mode():
+        late = LegacyPolicy(other_handle(rig.policy))
+        with pytest.raises(rs.ShimInScopeError, match="logprob_mode"):
+            late.prepare_for_training()
+    late.prepare_for_training()
+    late.offload_after_refit()
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy API:DeprecationWarning")
+def test_a_legacy_call_waits_for_an_open_step_and_is_refused_only_while_its_owner_is_in_a_scope(
+    rig: Rig, legacy: LegacyPolicy
+) -> None:
+    with rig.policy.training_mode():
+        step = rig.policy.begin_step()
+        step.forward_backward(rig.batch, rig.loss)
+    with pytest.raises(rs.OwnershipError, match="another process owns the policy"):
+        legacy.prepare_for_training()
+    with rig.policy.training_mode():
+        with pytest.raises(rs.ShimInScopeError, match="training_mode"):
+            legacy.prepare_for_training()
+        step.commit()
+    legacy.prepare_for_training()
+    legacy.offload_after_refit()

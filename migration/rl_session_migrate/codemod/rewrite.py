@@ -315,6 +315,16 @@ class _Rewriter:
                 why = plan.left.get(site) or _DEFAULT.get(site.shape, "it was not understood")
                 found = attrs.evolve(self._found[number], why=why, advice=_advice(site))
             self._found[number] = found
+        self._note_strangers(module)
+
+    def _note_strangers(self, module: Module) -> None:
+        """Say why a site stays whose handle nothing identifies any more: what did so went in an earlier pass."""
+        strangers = [_unknown(site) for site in module.unknown]
+        for number in self._alive:
+            found = self._found[number]
+            same = next((each for each in strangers if _is_same(attrs.evolve(each, tenant=found.tenant), found)), None)
+            if found.status is Status.LEFT and not found.why and same is not None:
+                self._found[number] = attrs.evolve(found, why=same.why, advice=same.advice)
 
 
 _DEFAULT = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 import attrs
 
@@ -211,7 +211,7 @@ class LegacyHandle:
                 self._control.let_go(token)
 
     def _own(self, call: str, site: str) -> Token | None:
-        """Become the owner, waiting for other threads as long as they have no scope open; None when one is open."""
+        """Become the owner, waiting for others as long as they have no scope open; None when one is open, in any process."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             self._control.close_orphans()
@@ -220,19 +220,23 @@ class LegacyHandle:
             try:
                 return self._control.acquire(call, site, timeout=0.2)
             except OwnershipError as error:
+                if self._control.scope_elsewhere():
+                    return None
                 if isinstance(error, StaleHandleError) or time.monotonic() > deadline:
                     raise
 
-    def _refuse_in_scope(self, call: str, site: str, scope: str) -> None:
+    def _refuse_in_scope(self, call: str, site: str, scope: str) -> NoReturn:
         """Refuse a call that moves bytes while a scope is open.
 
         Raises:
             ShimInScopeError: Always.
         """
-        frames = self._control.frames
-        inside = frames[-1] if frames else None
-        described = inside.describe() if inside is not None else "a scope"
-        block = inside.spelling if inside is not None else "that scope"
+        inside = self._control.frames[-1] if self._control.frames else None
+        if inside is not None:
+            described, block = inside.describe(), inside.spelling
+        else:
+            block = self._control.scope_elsewhere() or "that scope"
+            described = f"{block} in another process"
         raise ShimInScopeError(
             f"{self._control.label}: {call} at {site} inside {described}",
             self._control.explain()[1],

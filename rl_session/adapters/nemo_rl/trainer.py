@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerGroup"]
 
+_WAITS_ITSELF = frozenset({"offload_before_refit", "offload_after_refit"})
+"""Calls that wait for an asynchronous checkpoint before they take anything away."""
+
 
 class TrainerGroup(LegacyGroup):
     """A ``Policy`` or ``Value``.
@@ -180,8 +183,19 @@ class TrainerGroup(LegacyGroup):
                 ) from error
 
     def _make(self, call: Call) -> None:
+        after = effect(self.state, call, self.traits)
+        if call.method not in _WAITS_ITSELF:
+            self._fence(after)
         getattr(self.legacy, call.method)(**call.kwargs)
-        self.state = effect(self.state, call, self.traits)
+        self.state = after
+
+    def _fence(self, after: State) -> None:
+        """Wait for a checkpoint that Megatron may still be writing, before what it reads leaves the device."""
+        finalize = getattr(self.legacy, "finalize_async_save", None)
+        tiers = [(self.state.tier(name), after.tier(name)) for name in ("params", "optimizer")]
+        leaves = any(now is not Tier.HOST and then is Tier.HOST for now, then in tiers)
+        if self.traits.is_megatron and leaves and finalize is not None:
+            finalize()
 
     def _roll_back(self, failed: Call, before: State, error: BaseException) -> None:
         """Make the calls that lead back to what was, from a state in which what the failed call moves may be anywhere."""

@@ -1,13 +1,19 @@
-"""What users need to test their loops without a GPU or a cluster: devices, a generation engine, ranks, and faults of each."""
+"""What users need to test their loops without a GPU or a cluster: devices, an engine, ranks, faults of each, the log as values.
+
+Nothing here imports pytest; the fixtures are in :mod:`rl_session.testing.pytest`, a plugin that a test suite asks for.
+"""
 
 from __future__ import annotations
 
 from rl_session.generation.fake import EngineFault, FakeEngine
 from rl_session.offload.device import EmulatedDevice, Fault, InjectedFault
 from rl_session.policy import TrainableModel
+from rl_session.testing.audit import CapturedAudit, captured_audit
+from rl_session.testing.faults import Injection, inject_fault
 from rl_session.workers.fake import FakeGroup, FakeWorkers, RankDevice
 
 __all__ = [
+    "CapturedAudit",
     "EmulatedDevice",
     "EngineFault",
     "FakeEngine",
@@ -15,7 +21,10 @@ __all__ = [
     "FakeWorkers",
     "Fault",
     "InjectedFault",
+    "Injection",
     "RankDevice",
+    "captured_audit",
+    "inject_fault",
     "rank_device",
 ]
 
