@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_session.errors import FaultedError, UnsupportedError
+from rl_session.errors import FaultedError, TransitionError, UnsupportedError
 from rl_session.lifecycle import Tier
 from rl_session.offload.device import InjectedFault
 from rl_session.offload.swap import capture, replaced
@@ -65,9 +65,9 @@ def test_an_error_in_the_block_puts_the_live_weights_back_and_wins(make: Make, e
 
 @pytest.mark.parametrize("point", ["before", "half", "after"])
 @pytest.mark.parametrize("operation", ["copy_out", "copy_in", "synchronize"])
-@pytest.mark.parametrize("error", [InjectedFault, KeyboardInterrupt])
+@pytest.mark.parametrize(("error", "told"), [(InjectedFault, TransitionError), (KeyboardInterrupt, KeyboardInterrupt)])
 def test_a_fault_anywhere_leaves_the_live_weights(
-    make: Make, equal: Any, operation: Any, point: Any, error: Any
+    make: Make, equal: Any, operation: Any, point: Any, error: Any, told: Any
 ) -> None:
     world, contents = trained(make)
     before = world.contents()
@@ -78,8 +78,9 @@ def test_a_fault_anywhere_leaves_the_live_weights(
         try:
             with replaced(world.engine, contents, WEIGHTS, stays_valid=True):
                 pass
-        except error:
+        except told as failure:
             assert fault.fired
+            assert failure is fault.error or failure.__cause__ is fault.error
         fired += fault.fired
         assert equal(world.contents(), before), k
         if not fault.fired:

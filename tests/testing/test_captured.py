@@ -89,9 +89,8 @@ def test_the_fixtures_serve_a_suite_of_a_user(pytester: pytest.Pytester) -> None
             ]
         """
     )
-    pytester.runpytest_inprocess("-p", "no:randomly", "-p", "no:cacheprovider", "-W", "ignore").assert_outcomes(
-        passed=1
-    )
+    run = pytester.runpytest_inprocess("-p", "no:randomly", "-p", "no:cacheprovider", "-W", "ignore")
+    assert run.parseoutcomes() == {"passed": 1}
 
 
 def test_names_are_what_they_are_called() -> None:
