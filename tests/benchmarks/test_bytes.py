@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +11,7 @@ from bytes_moved import runs, scoped
 from bytes_moved.phases import TRACES, capacity_of
 from bytes_moved.runs import Case, measure, run_legacy, run_scoped
 from bytes_moved.sizes import SCALE, sizes_of
+from scripts import load_script
 
 import rl_session as rs
 from rl_session.testing import EmulatedDevice
@@ -23,14 +21,8 @@ GRPO = Case("grpo", "8b", "megatron", 8, "roomy")
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("bytes_benchmark", BENCHMARKS / "bytes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("bytes_benchmark", None)
+def benchmark() -> ModuleType:
+    return load_script("benchmarks/bytes.py")
 
 
 def test_the_smoke_run_meets_the_aims_and_never_beats_the_bound(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import load_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HERE = {
@@ -22,15 +21,6 @@ HERE = {
     "gpu": ["--device", "cpu", "--shapes", "1gib-in-256kib"],
 }
 """Options of each, beside ``--smoke``. The bytes have tests of their own, and ranks are tested where Ray is."""
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def numbers_in(found: Any) -> list[float]:
@@ -46,7 +36,7 @@ def numbers_in(found: Any) -> list[float]:
 @pytest.mark.parametrize("name", HERE)
 def test_a_benchmark_runs_and_writes_its_numbers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "numbers.json"
-    load(name).main(["--smoke", "--json", str(path), *HERE[name]])
+    load_script(f"benchmarks/{name}.py").main(["--smoke", "--json", str(path), *HERE[name]])
     found = json.loads(path.read_text())
     assert found.pop("machine")["cpus"] >= 1
     assert any(number > 0 for number in numbers_in(found))
@@ -56,7 +46,7 @@ def test_a_benchmark_runs_and_writes_its_numbers(name: str, tmp_path: Path, caps
 def test_without_a_gpu_the_gpu_benchmark_says_so_and_measures_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = load("gpu")
+    gpu = load_script("benchmarks/gpu.py")
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     gpu.main(["--json", str(tmp_path / "numbers.json")])
     assert "no CUDA device" in capsys.readouterr().out
@@ -64,7 +54,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_and_measures_nothing(
 
 
 def test_all_of_them_are_in_the_list_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    everything = load("everything")
+    everything = load_script("benchmarks/everything.py")
     scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"harness", "everything"}
     assert set(everything.ALL) == scripts
     assert scripts == {*HERE, "bytes", "ranks"}
@@ -75,7 +65,7 @@ def test_all_of_them_are_in_the_list_and_an_unknown_one_is_refused(capsys: pytes
 
 
 def test_one_that_fails_is_named_and_the_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = load("everything")
+    everything = load_script("benchmarks/everything.py")
     (tmp_path / "engine.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "scope.py").write_text("import sys; open(sys.argv[2], 'w').write('{\"scope\": 1}')")
     monkeypatch.setattr(everything, "HERE", tmp_path)
@@ -83,4 +73,4 @@ def test_one_that_fails_is_named_and_the_others_are_kept(tmp_path: Path, monkeyp
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["engine"]["status"] == 3
     assert found["scope"]["scope"] == 1
-    assert sys.modules.get("benchmark_engine") is None
+    assert "script_benchmarks_engine" not in sys.modules

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 import rl_session as rs
 from rl_session_migrate import LegacyGeneration, LegacyPolicy, LegacyValue
@@ -15,23 +14,14 @@ from rl_session_migrate import LegacyGeneration, LegacyPolicy, LegacyValue
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "_generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("page", sorted(DOCS.glob("**/*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_generated_parts_are_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert generator().generate(text) == text, "run: python docs/_generate.py"
+    assert load_script("docs/_generate.py").generate(text) == text, "run: python docs/_generate.py"
 
 
 def test_generated_pictures_are_up_to_date() -> None:
-    pictures = generator().PICTURES
+    pictures = load_script("docs/_generate.py").PICTURES
     assert "images/modes.svg" in pictures
     for name, draw in pictures.items():
         assert (DOCS / name).read_text(encoding="utf-8") == draw(), "run: python docs/_generate.py"
@@ -41,7 +31,7 @@ def test_a_changed_cell_is_noticed() -> None:
     text = (DOCS / "lifecycle.md").read_text(encoding="utf-8")
     changed = text.replace("| TRAINING | device | device |", "| TRAINING | device | host |")
     assert changed != text
-    assert generator().generate(changed) == text
+    assert load_script("docs/_generate.py").generate(changed) == text
 
 
 def manual_names() -> set[str]:

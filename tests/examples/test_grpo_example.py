@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 import rl_session as rs
 
@@ -24,16 +23,6 @@ def options(log: Path) -> list[str]:
     return ["--warmup-steps", "2", "--losses", "--log", str(log)]
 
 
-def load() -> ModuleType:
-    """The example as a module: a process of its own would only import everything once more."""
-    spec = importlib.util.spec_from_file_location(f"example_{EXAMPLE.stem}", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def losses(output: str) -> list[str]:
     return re.findall(r"loss (\S+)", output)
 
@@ -42,7 +31,7 @@ def test_losses_are_the_same_to_the_last_bit_with_and_without_offloading(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    example, outputs = load(), {}
+    example, outputs = load_script("examples/grpo.py"), {}
     for name, extra in (("eager", []), ("never", ["--no-offload"])):
         example.main([*options(tmp_path / f"{name}.jsonl"), "--steps", "2", *extra])
         outputs[name] = capsys.readouterr().out

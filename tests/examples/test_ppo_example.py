@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import load_script
 
 import rl_session as rs
 from rl_session.audit.check import assert_log_is_consistent
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ppo.py"
-
-
-def load() -> ModuleType:
-    """The example as a module: a process of its own would only import everything once more."""
-    spec = importlib.util.spec_from_file_location(f"example_{EXAMPLE.stem}", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +26,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def outputs(logs: dict[str, Path]) -> dict[str, str]:
     """What the example prints, two steps each way."""
-    example, found = load(), {}
+    example, found = load_script("examples/ppo.py"), {}
     for release, log in logs.items():
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
             patch.setenv("COLUMNS", "200")

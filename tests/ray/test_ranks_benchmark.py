@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 from ray import cloudpickle
+from scripts import load_script
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
 
 
 @pytest.mark.usefixtures("cluster")
 def test_the_benchmark_runs_and_the_lease_holder_sends_nothing(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("benchmark_ranks", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # to be pickled by value, a module has to be registered
+    module = load_script("benchmarks/ranks.py")
+    sys.modules[module.__name__] = module  # to be pickled by value, a module has to be registered
     cloudpickle.register_pickle_by_value(module)
     try:
-        spec.loader.exec_module(module)
         module.main(["--smoke", "--ranks", "2", "--json", str(tmp_path / "numbers.json")])
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-        del sys.modules[spec.name]
+        del sys.modules[module.__name__]
     (row,) = json.loads((tmp_path / "numbers.json").read_text())["ranks"]
     assert row["ranks"] == 2
     assert row["messages, mode in effect"] == 0

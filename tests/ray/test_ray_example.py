@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from scripts import load_script
 
 import rl_session as rs
 from rl_session.audit.check import check
@@ -34,11 +34,7 @@ def _alone(module: ModuleType) -> list[float]:
 def test_a_run_that_lost_a_worker_has_the_losses_of_one_that_did_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("example_ray_two_workers", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("examples/ray_two_workers.py")
     log = tmp_path / "run.jsonl"
     harmed = module.main(["--steps", "3", "--audit", str(log)])
     assert "rank 1: lost" in capsys.readouterr().out
