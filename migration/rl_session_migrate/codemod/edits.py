@@ -44,13 +44,7 @@ def split(module: cst.Module, lines: Collection[cst.CSTNode], parents: Mapping[c
         lines: The lines.
         parents: The parent of each node of the module.
     """
-    touched: set[cst.CSTNode] = set()
-    for line in lines:
-        here: cst.CSTNode | None = line
-        while here is not None and here not in touched:
-            touched.add(here)
-            here = parents.get(here)
-    changed = module.visit(_Splitter(frozenset(lines), touched))
+    changed = module.visit(_Splitter(frozenset(lines), _with_all_above(lines, parents)))
     assert isinstance(changed, cst.Module)
     return changed
 
@@ -80,8 +74,13 @@ def _touched(plan: Plan, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> set[cst.
     roots: list[cst.CSTNode] = [site.node for site in (*plan.remove, *plan.replace)]
     roots += plan.empty
     roots += [run.block.suite.body[run.first] for run in plan.runs]
+    return _with_all_above(roots, parents)
+
+
+def _with_all_above(nodes: Iterable[cst.CSTNode], parents: Mapping[cst.CSTNode, cst.CSTNode]) -> set[cst.CSTNode]:
+    """Nodes, and whatever they stand in."""
     found: set[cst.CSTNode] = set()
-    for node in roots:
+    for node in nodes:
         here: cst.CSTNode | None = node
         while here is not None and here not in found:
             found.add(here)
