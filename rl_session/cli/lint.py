@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from rl_session.cli.parsing import Command, argument
+from rl_session.cli.refusing import refusing
 
 if TYPE_CHECKING:
     from rl_session_migrate.lint import Finding, Report
@@ -67,13 +68,8 @@ def lint(
     Configuration comes from [tool.rl-session.lint] and [tool.rl-session.migrate] of the nearest pyproject.toml.
     A comment "# noqa: RLM001" silences a line.
     """
-    from rl_session.errors import RLSessionError
-
-    try:
+    with refusing():
         status = _explain(explain) if explain is not None else _run(paths, output, select, ignore, jobs)
-    except RLSessionError as error:
-        click.echo(str(error), err=True)
-        raise click.exceptions.Exit(2) from None
     raise click.exceptions.Exit(status)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rl_session.cli.parsing import Command, argument
+from rl_session.cli.refusing import refusing
 
 if TYPE_CHECKING:
     from rl_session_migrate.codemod.batch import FileResult
@@ -58,37 +59,11 @@ def migrate(
     quiet: bool,
 ) -> None:
     """Rewrite loops that move models by hand into loops with scopes."""
-    from rl_session.errors import RLSessionError
-
-    try:
-        status = _run(paths, write, diff, report, check, exclude, jobs, quiet)
-    except RLSessionError as error:
-        click.echo(str(error), err=True)
-        raise click.exceptions.Exit(2) from None
-    raise click.exceptions.Exit(status)
-
-
-def _run(
-    paths: tuple[Path, ...],
-    write: bool,
-    diff: bool,
-    report: Path | None,
-    check: bool,
-    exclude: tuple[str, ...],
-    jobs: int | None,
-    quiet: bool,
-) -> int:
-    from rl_session_migrate.codemod.batch import FileStatus, migrate_files
-    from rl_session_migrate.codemod.files import discover
+    from rl_session_migrate.codemod.batch import FileStatus
     from rl_session_migrate.codemod.report import to_json, totals
-    from rl_session_migrate.settings import read_settings
 
-    settings = read_settings(paths[0])
-    files = discover(paths, (*settings.exclude, *exclude))
-    start = time.perf_counter()
-    with _progress(len(files), quiet=quiet) as advance:
-        results = migrate_files(files, names=settings.names, jobs=jobs, on_done=advance)
-    seconds = time.perf_counter() - start
+    with refusing():
+        results, seconds = _run(paths, exclude, jobs, quiet)
     changed = [result for result in results if result.status is FileStatus.REWRITTEN]
     failures = [(result.path, result.error) for result in results if result.status is FileStatus.FAILED]
     if diff:
@@ -104,7 +79,23 @@ def _run(
     for path, why in failures:
         click.echo(f"{path}: {why}", err=True)
     is_open = bool(changed) or counted.trainers.left + counted.engines.left > 0
-    return 1 if failures or (check and is_open) else 0
+    raise click.exceptions.Exit(1 if failures or (check and is_open) else 0)
+
+
+def _run(
+    paths: tuple[Path, ...], exclude: tuple[str, ...], jobs: int | None, quiet: bool
+) -> tuple[list[FileResult], float]:
+    """What becomes of each file, and the seconds that it took; writes nothing."""
+    from rl_session_migrate.codemod.batch import migrate_files
+    from rl_session_migrate.codemod.files import discover
+    from rl_session_migrate.settings import read_settings
+
+    settings = read_settings(paths[0])
+    files = discover(paths, (*settings.exclude, *exclude))
+    start = time.perf_counter()
+    with _progress(len(files), quiet=quiet) as advance:
+        results = migrate_files(files, names=settings.names, jobs=jobs, on_done=advance)
+    return results, time.perf_counter() - start
 
 
 def _write(result: FileResult) -> tuple[Path, str] | None:

@@ -5,6 +5,8 @@ What the library raises says what to write in Python; who gave a command is told
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -12,7 +14,7 @@ import click
 if TYPE_CHECKING:
     from rl_session.errors import RLSessionError
 
-__all__ = ["clean", "fail", "report"]
+__all__ = ["clean", "fail", "refusing", "report"]
 
 USAGE_STATUS = 2
 
@@ -32,6 +34,18 @@ def report(error: RLSessionError) -> None:
         remedy = f"{_usage()}, with the file that the run was given as audit_path"
         error = AuditError(error.attempted, error.facts, remedy, error.cause)
     click.echo(clean(f"{name}: {error}"), err=True)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What the library raises in the block is said, and ends the command with the status of wrong usage."""
+    from rl_session.errors import RLSessionError
+
+    try:
+        yield
+    except RLSessionError as error:
+        click.echo(str(error), err=True)
+        raise click.exceptions.Exit(USAGE_STATUS) from None
 
 
 def _usage() -> str:
